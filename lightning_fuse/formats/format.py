@@ -1,0 +1,134 @@
+"""The contract of a state format: how one moment of one parameter is kept between two steps.
+
+A *codec* keeps one kind of moment as one or more plain tensors, its *parts*; a *state format* is the pair of codecs
+that a user's word stands for: one for signed moments, one for those that are never negative. Codecs know no rule and
+no optimizer. Encoding is a pure function of (values, step, index), so a replay gives the same bits anywhere.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_fuse.rules.rule import Moment
+
+
+@dataclass(frozen=True)
+class Part:
+    """One plain tensor of an encoded moment.
+
+    Attributes:
+        suffix: Appended to the moment's name in ``optimizer.state[p]``: "" or, for instance, ".codes".
+        shape: Shape of the tensor.
+        dtype: Its dtype.
+    """
+
+    suffix: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where and when values are encoded: all that a dithered rounding depends on.
+
+    Attributes:
+        step: The number of this update for the parameter, from 1.
+        index_start: Index of the first element in the whole, unsharded parameter.
+    """
+
+    step: int
+    index_start: int = 0
+
+
+class Codec(ABC):
+    """Keeps one moment as parts.
+
+    Attributes:
+        name: What it is called in error messages and in the native tables.
+        scaled: Whether it keeps a scale per block, which costs something for one-dimensional tensors.
+    """
+
+    name: ClassVar[str]
+    scaled: ClassVar[bool] = False
+
+    @abstractmethod
+    def parts(self, shape: tuple[int, ...]) -> tuple[Part, ...]:
+        """The tensors that keep a moment of the given shape. All zeros stand for an all-zero moment."""
+
+    @abstractmethod
+    def encode(self, values: Tensor, place: Place) -> tuple[Tensor, ...]:
+        """Encodes.
+
+        Args:
+            values: float32, the parameter's shape.
+            place: Step and index.
+
+        Returns:
+            One tensor for each of ``parts(values.shape)``, in that order.
+        """
+
+    @abstractmethod
+    def decode(self, parts: tuple[Tensor, ...]) -> Tensor:
+        """Decodes.
+
+        Args:
+            parts: The tensors that ``encode`` gave.
+
+        Returns:
+            float32, the parameter's shape.
+        """
+
+    def nbytes(self, shape: tuple[int, ...]) -> int:
+        """Bytes that a moment of the given shape takes."""
+        return sum(part.nbytes for part in self.parts(shape))
+
+
+@dataclass(frozen=True)
+class StateFormat:
+    """What one word of ``state=`` stands for.
+
+    Attributes:
+        name: The word.
+        signed: Codec of moments that can be negative (first moment, momentum buffer).
+        unsigned: Codec of moments that cannot (second moment).
+    """
+
+    name: str
+    signed: Codec
+    unsigned: Codec
+
+    def codec(self, moment: Moment) -> Codec:
+        """The codec that keeps the given moment."""
+        return self.signed if moment.signed else self.unsigned
+
+    @property
+    def scaled(self) -> bool:
+        """Whether either codec keeps scales."""
+        return self.signed.scaled or self.unsigned.scaled
+
+
+def state_tensors(moment: Moment, codec: Codec, state: Mapping[str, Tensor], shape: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """The parts of one moment, looked up in a parameter's state.
+
+    Args:
+        moment: The moment.
+        codec: The codec that keeps it.
+        state: ``optimizer.state[p]``.
+        shape: The parameter's shape.
+
+    Returns:
+        The tensors in the order of ``codec.parts(shape)``.
+    """
+    return tuple(state[moment.name + part.suffix] for part in codec.parts(shape))

@@ -1,0 +1,202 @@
+"""Master weights: how a 16-bit parameter keeps the float32 weight that the rule updates.
+
+``none``     nothing more; the new weight is rounded to the parameter's dtype, to nearest, ties to even.
+``fp32``     a float32 copy beside the parameter: 2 + 4 bytes.
+``split``    the parameter is the upper half of the float32 weight, an int16 the lower: 2 + 2 bytes, every bit kept.
+``split8``   as split with an int8: a weight of 24 bits, 2 + 1 bytes, rounded with the dither sequence so that
+             updates below its last place still happen on average.
+
+Splitting is arithmetic on the bits of w, as an unsigned 32-bit number::
+
+    upper = (w + 2^15) >> 16        the parameter: w rounded to nearest, ties away from zero
+    lower = w mod 2^16              as a signed number: what upper is away from w
+    w     = upper * 2^16 + lower    modulo 2^32
+
+which is one-to-one for all 2^32 patterns. Ties must go away from zero: with ties to even there would be 65,537 different
+remainders. A NaN whose upper bits are all ones would show as a zero, so kernels store a new NaN as 0x7FC00000.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_fuse.formats.format import Part, Place
+from lightning_fuse.formats.rounding import (
+    PHASE_WEIGHT,
+    bf16_bits,
+    bf16_nearest,
+    bits_to_bf16,
+    bits_to_float,
+    dither_word,
+    float_bits,
+)
+
+CANONICAL_NAN = 0x7FC00000
+
+
+class MasterFormat(ABC):
+    """How the float32 weight of one parameter is kept.
+
+    Attributes:
+        name: The word of ``master=``.
+        dtypes: Parameter dtypes it can be used with.
+    """
+
+    name: ClassVar[str]
+    dtypes: ClassVar[tuple[torch.dtype, ...]]
+
+    @abstractmethod
+    def parts(self, shape: tuple[int, ...]) -> tuple[Part, ...]:
+        """The tensors kept beside the parameter; a suffix here is the whole key in the state."""
+
+    @abstractmethod
+    def join(self, param: Tensor, parts: tuple[Tensor, ...]) -> Tensor:
+        """The float32 weight.
+
+        Args:
+            param: The parameter as the model sees it.
+            parts: The tensors kept beside it.
+
+        Returns:
+            float32, the shape of ``param``.
+        """
+
+    @abstractmethod
+    def split(self, weight: Tensor, dtype: torch.dtype, place: Place) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """What to store for a new weight.
+
+        Args:
+            weight: float32.
+            dtype: The parameter's dtype.
+            place: Step and index, for a dithered rounding.
+
+        Returns:
+            The parameter in its dtype, and the tensors kept beside it.
+        """
+
+    @abstractmethod
+    def start(self, param: Tensor) -> tuple[Tensor, ...]:
+        """The tensors to keep for a parameter whose own value is all that is known of the weight."""
+
+
+class NoMaster(MasterFormat):
+    """The word ``none``; see the module."""
+
+    name = "none"
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+
+    def parts(self, shape: tuple[int, ...]) -> tuple[Part, ...]:
+        """See ``MasterFormat.parts``."""
+        return ()
+
+    def join(self, param: Tensor, parts: tuple[Tensor, ...]) -> Tensor:
+        """See ``MasterFormat.join``; exact."""
+        return param.to(torch.float32)
+
+    def split(self, weight: Tensor, dtype: torch.dtype, place: Place) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """See ``MasterFormat.split``."""
+        return round_to(weight, dtype), ()
+
+    def start(self, param: Tensor) -> tuple[Tensor, ...]:
+        """See ``MasterFormat.start``."""
+        return ()
+
+
+class CopyMaster(NoMaster):
+    """The word ``fp32``; see the module."""
+
+    name = "fp32"
+    dtypes = (torch.bfloat16, torch.float16)
+
+    def parts(self, shape: tuple[int, ...]) -> tuple[Part, ...]:
+        """See ``MasterFormat.parts``."""
+        return (Part("master", shape, torch.float32),)
+
+    def join(self, param: Tensor, parts: tuple[Tensor, ...]) -> Tensor:
+        """See ``MasterFormat.join``."""
+        return parts[0]
+
+    def split(self, weight: Tensor, dtype: torch.dtype, place: Place) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """See ``MasterFormat.split``."""
+        return round_to(weight, dtype), (weight,)
+
+    def start(self, param: Tensor) -> tuple[Tensor, ...]:
+        """See ``MasterFormat.start``."""
+        return (param.to(torch.float32),)
+
+
+class SplitMaster(MasterFormat):
+    """The word ``split``; see the module."""
+
+    name = "split"
+    dtypes = (torch.bfloat16,)
+
+    def parts(self, shape: tuple[int, ...]) -> tuple[Part, ...]:
+        """See ``MasterFormat.parts``."""
+        return (Part("remainder", shape, torch.int16),)
+
+    def join(self, param: Tensor, parts: tuple[Tensor, ...]) -> Tensor:
+        """See ``MasterFormat.join``."""
+        return bits_to_float((bf16_bits(param) << 16) + parts[0].to(torch.int64))
+
+    def split(self, weight: Tensor, dtype: torch.dtype, place: Place) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """See ``MasterFormat.split``; exact for every bit pattern."""
+        bits = float_bits(weight)
+        lower = ((bits + 0x8000) & 0xFFFF) - 0x8000
+        return bits_to_bf16((bits + 0x8000) >> 16), (lower.to(torch.int16),)
+
+    def start(self, param: Tensor) -> tuple[Tensor, ...]:
+        """See ``MasterFormat.start``."""
+        return (torch.zeros_like(param, dtype=torch.int16),)
+
+
+class Split8Master(MasterFormat):
+    """The word ``split8``; see the module."""
+
+    name = "split8"
+    dtypes = (torch.bfloat16,)
+
+    def parts(self, shape: tuple[int, ...]) -> tuple[Part, ...]:
+        """See ``MasterFormat.parts``."""
+        return (Part("remainder", shape, torch.int8),)
+
+    def join(self, param: Tensor, parts: tuple[Tensor, ...]) -> Tensor:
+        """See ``MasterFormat.join``."""
+        return bits_to_float((bf16_bits(param) << 16) + (parts[0].to(torch.int64) << 8))
+
+    def split(self, weight: Tensor, dtype: torch.dtype, place: Place) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """See ``MasterFormat.split``; the lowest 8 of the weight's 32 bits are dithered away."""
+        bits = float_bits(weight)
+        word = dither_word(weight.numel(), place.step, PHASE_WEIGHT, place.index_start, weight.device)
+        dithered = bits + (word.view(weight.shape) >> 24)
+        # An infinity or NaN has no neighbours to be between; a finite weight may not become one of them.
+        rounded = torch.where((bits & 0x7FFFFFFF) + 0xFF < 0x7F800000, dithered, bits) >> 8
+        lower = ((rounded + 0x80) & 0xFF) - 0x80
+        return bits_to_bf16((rounded + 0x80) >> 8), (lower.to(torch.int8),)
+
+    def start(self, param: Tensor) -> tuple[Tensor, ...]:
+        """See ``MasterFormat.start``."""
+        return (torch.zeros_like(param, dtype=torch.int8),)
+
+
+def round_to(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounds float32 to a parameter's dtype, to nearest and ties to even.
+
+    Args:
+        weight: float32, any shape.
+        dtype: float32, bfloat16 or float16.
+
+    Returns:
+        ``dtype``, the shape of ``weight``.
+    """
+    return bf16_nearest(weight) if dtype == torch.bfloat16 else weight.to(dtype)
+
+
+def canonical_nan(weight: Tensor) -> Tensor:
+    """Replaces every NaN by the one that survives splitting; other values keep their bits."""
+    nan = bits_to_float(torch.tensor(CANONICAL_NAN, dtype=torch.int64, device=weight.device))
+    return torch.where(torch.isnan(weight), nan, weight)

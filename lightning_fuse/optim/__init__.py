@@ -1,0 +1,9 @@
+"""Optimizers: torch.optim.Optimizer on top of rules, formats and kernels."""
+
+from lightning_fuse.optim.adam import FusedAdam
+from lightning_fuse.optim.adamw import FusedAdamW
+from lightning_fuse.optim.fused import FusedOptimizer
+from lightning_fuse.optim.groups import param_groups
+from lightning_fuse.optim.sgd import FusedSGD
+
+__all__ = ["FusedAdam", "FusedAdamW", "FusedOptimizer", "FusedSGD", "param_groups"]

@@ -1,0 +1,284 @@
+"""The optimizer that all public classes share: groups, slots over regions of state, and one kernel call per step.
+
+``state[p]`` holds plain tensors: ``step`` (int64, updates applied to this parameter), the moments under torch's names
+(``exp_avg``; ``exp_avg.codes`` and ``exp_avg.scale`` for int8) and what the master weight needs (``master`` or
+``remainder``). It is allocated at the first step, so the model may be moved and loaded until then.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_fuse.formats.format import StateFormat, state_tensors
+from lightning_fuse.formats.master import MasterFormat, round_to
+from lightning_fuse.kernels import Slot, StepKernel, StoredMoment, Work, check_kernel_name, choose_kernel
+from lightning_fuse.optim import state_io
+from lightning_fuse.optim.regions import Request, allocate
+from lightning_fuse.optim.selection import Selection, StateSpec
+from lightning_fuse.optim.settings import check_gradient, check_parameter, plain_numbers
+from lightning_fuse.rules.rule import UpdateRule
+
+Params: TypeAlias = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
+
+
+class FusedOptimizer(Optimizer):
+    """A torch optimizer whose step is one call of a kernel. Use one of the public classes.
+
+    Attributes:
+        grad_scale: Set by ``torch.amp.GradScaler`` around ``step``: the loss scale that gradients still carry.
+        found_inf: Set by GradScaler or the step contract around ``step``: other than 0 skips the step.
+        grad_factor: Set by the step contract around ``step``: what gradients are multiplied by.
+    """
+
+    # GradScaler then neither unscales gradients in memory nor reads found_inf on the host.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self, params: Params, defaults: dict[str, Any], *, state: StateSpec, master: str, kernel: str
+    ) -> None:
+        check_kernel_name(kernel)
+        self._selection = Selection(state, master)
+        self._kernel_word = kernel
+        self._reset_caches()
+        super().__init__(cast(Any, params), defaults)
+        self._selection.check_effect(self._members(), self._keeps_moments())
+
+    @abstractmethod
+    def _rule(self, group: Mapping[str, Any]) -> UpdateRule:
+        """The update rule that a group's settings stand for."""
+
+    @abstractmethod
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        """Refuses hyperparameters that no update can be computed from (ValueError)."""
+
+    @property
+    def master(self) -> str:
+        """The word of the master weight format."""
+        return self._selection.master.name
+
+    @property
+    def kernel_name(self) -> str:
+        """The word of the kernel that steps the parameters."""
+        return self._choose_kernel().name
+
+    def formats(self) -> dict[str, str]:
+        """The state format of every parameter, by name (``group.index`` where the optimizer was given no names)."""
+        return {name: self._format(group, name, p).name for group, name, p in self._members()}
+
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes of state by kind, as they are or will be once the first step has allocated them."""
+        total: dict[str, int] = {}
+        for group, name, p in self._members():
+            for request in self._requests(group, name, p):
+                count = request.dtype.itemsize * torch.Size(request.shape).numel()
+                total[request.key] = total.get(request.key, 0) + count
+        return total
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, checked as a whole before anything of it is kept; see ``torch.optim.Optimizer``.
+
+        Raises:
+            TypeError: A parameter is not a dense float32, bfloat16 or float16 tensor.
+            ValueError: A hyperparameter cannot be used, a parameter is there twice, or a format is unknown.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            if len(set(map(id, group["params"]))) != len(group["params"]):
+                raise ValueError("a parameter appears twice in one group; pass each parameter once")
+            self._check_group(plain_numbers(group))
+            for name, p in zip(self._names(group, len(self.param_groups) - 1), group["params"], strict=True):
+                check_parameter(name, p)
+                self._format(group, name, p)
+        except Exception:
+            self.param_groups.pop()
+            raise
+        self._reset_caches()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Applies one update to every parameter that has a gradient.
+
+        A parameter without a gradient keeps its moments and its step. Gradients are only read.
+
+        Args:
+            closure: Evaluates the model again and returns the loss.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            TypeError: A gradient is sparse or of a dtype that no kernel reads; nothing has been written then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.apply(self._factor(), getattr(self, "found_inf", None))
+        return loss
+
+    def apply(self, factor: Tensor | None, found_inf: Tensor | None) -> None:
+        """Runs the kernel over all parameters that have a gradient.
+
+        Args:
+            factor: float32, 0-dimensional; every gradient is multiplied by it. None stands for 1.
+            found_inf: float32, 0-dimensional; other than 0 changes nothing. None stands for 0.
+        """
+        work = []
+        for index, group in enumerate(self.param_groups):
+            numbers = plain_numbers(group)
+            self._check_group(numbers)
+            for name, p in zip(self._names(group, index), group["params"], strict=True):
+                if p.grad is not None:
+                    check_gradient(name, p)
+                    work.append((group, name, p, numbers))
+        if not work:
+            return
+        self._follow_rules()
+        if not self._complete or len(self.state) < len(self._members()):
+            self._ensure_state()
+        items = [Work(self._slot(group, name, p), cast(Tensor, p.grad), numbers) for group, name, p, numbers in work]
+        self._choose_kernel().step(items, factor, found_inf)
+        for item in items:
+            self._versions[item.slot.param] = item.slot.param._version
+
+    def state_dict(self) -> dict[str, Any]:
+        """State as torch keeps it, with one entry ``lightning_fuse`` that says what it holds; plain data only."""
+        return state_io.describe(self, super().state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what ``state_dict`` returned, or the state of torch's own optimizer of the same rule.
+
+        Everything numerical comes from the checkpoint, how the step is executed from this optimizer. Every bit of
+        every state tensor is kept. Parameters are matched by name where both sides have names.
+
+        Raises:
+            TypeError: ``state_dict`` is not a state dict.
+            ValueError: It belongs to another rule, format or set of parameters; nothing has been changed then.
+        """
+        state_io.load(self, state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_selection": self._selection, "_kernel_word": self._kernel_word}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._reset_caches()
+
+    # What the base class, state_io and the step share.
+
+    def _reset_caches(self) -> None:
+        self._slots: dict[Tensor, tuple[dict[str, Tensor], Slot]] = {}
+        self._versions: dict[Tensor, int] = {}
+        self._kernel: StepKernel | None = None
+        self._complete = False  # every parameter's state is allocated
+
+    def _names(self, group: Mapping[str, Any], index: int) -> Sequence[str]:
+        return group.get("param_names") or [f"{index}.{i}" for i in range(len(group["params"]))]
+
+    def _members(self) -> list[tuple[dict[str, Any], str, Tensor]]:
+        return [
+            (group, name, p)
+            for index, group in enumerate(self.param_groups)
+            for name, p in zip(self._names(group, index), group["params"], strict=True)
+        ]
+
+    def _keeps_moments(self) -> bool:
+        return any(self._rule(group).moments for group in self.param_groups)
+
+    def _format(self, group: Mapping[str, Any], name: str, p: Tensor) -> StateFormat:
+        named = "param_names" in group
+        return self._selection.format_of(name if named else None, p.dim(), group.get("state"))
+
+    def _master(self, p: Tensor) -> MasterFormat:
+        return self._selection.master_of(p.dtype)
+
+    def _requests(self, group: Mapping[str, Any], name: str, p: Tensor) -> list[Request]:
+        fmt, shape = self._format(group, name, p), tuple(p.shape)
+        wanted = [Request("step", (), torch.int64, p.device)]
+        for moment in self._rule(group).moments:
+            for part in fmt.codec(moment).parts(shape):
+                wanted.append(Request(moment.name + part.suffix, part.shape, part.dtype, p.device))
+        for part in self._master(p).parts(shape):
+            wanted.append(Request(part.suffix, part.shape, part.dtype, p.device))
+        return wanted
+
+    def _ensure_state(self) -> None:
+        """Allocates what is missing, for all parameters at once, and starts their master weights."""
+        missing: list[tuple[Tensor, Request]] = []
+        for group, name, p in self._members():
+            held = self.state[p]
+            missing += [(p, request) for request in self._requests(group, name, p) if request.key not in held]
+        self._complete = True
+        if not missing:
+            return
+        for (p, request), tensor in zip(missing, allocate([r for _, r in missing]), strict=True):
+            self.state[p][request.key] = tensor
+        started = {id(p): p for p, request in missing if request.key in ("master", "remainder")}
+        for p in started.values():
+            master = self._master(p)
+            for part, value in zip(master.parts(tuple(p.shape)), master.start(p), strict=True):
+                self.state[p][part.suffix].copy_(value)
+        self._slots.clear()
+
+    def _slot(self, group: Mapping[str, Any], name: str, p: Tensor) -> Slot:
+        held = self.state[p]
+        known = self._slots.get(p)
+        # Lightning and others may replace state[p] by a moved copy; the dict's identity tells.
+        if known is None or known[0] is not held:
+            known = self._slots[p] = (held, self._make_slot(group, name, p, held))
+        self._resynchronise(p, known[1])
+        return known[1]
+
+    def _make_slot(self, group: Mapping[str, Any], name: str, p: Tensor, held: Mapping[str, Tensor]) -> Slot:
+        rule, fmt, master, shape = self._rule(group), self._format(group, name, p), self._master(p), tuple(p.shape)
+        moments = tuple(
+            StoredMoment(m, fmt.codec(m), state_tensors(m, fmt.codec(m), held, shape)) for m in rule.moments
+        )
+        kept = tuple(held[part.suffix] for part in master.parts(shape))
+        return Slot(name, p, rule, moments, master, kept, held["step"])
+
+    def _resynchronise(self, p: Tensor, slot: Slot) -> None:
+        """Lets a parameter that somebody else wrote win over its float32 copy, where the two disagree."""
+        if slot.master.name != "fp32" or self._versions.get(p) == p._version:
+            return
+        copy = slot.master_tensors[0]
+        copy.copy_(torch.where(round_to(copy, p.dtype) == p, copy, p.to(torch.float32)))
+
+    def _follow_rules(self) -> None:
+        """Drops slots whose group's settings stand for another rule now, for instance after momentum was set."""
+        for group in self.param_groups:
+            rule = self._rule(group)
+            for p in group["params"]:
+                known = self._slots.get(p)
+                if known is not None and known[1].rule is not rule:
+                    del self._slots[p]
+                    self._complete = False
+
+    def _choose_kernel(self) -> StepKernel:
+        if self._kernel is None:
+            slots = [self._preview(group, name, p) for group, name, p in self._members()]
+            self._kernel = choose_kernel(self._kernel_word, slots)
+        return self._kernel
+
+    def _preview(self, group: Mapping[str, Any], name: str, p: Tensor) -> Slot:
+        """A slot without memory: enough to ask kernels what they support before anything is allocated."""
+        held = {
+            request.key: torch.empty(request.shape, dtype=request.dtype, device="meta")
+            for request in self._requests(group, name, p)
+        }
+        return self._make_slot(group, name, p, held)
+
+    def _factor(self) -> Tensor | None:
+        """What gradients are multiplied by: the contract's factor, or the inverse of GradScaler's loss scale."""
+        factor = getattr(self, "grad_factor", None)
+        if factor is not None:
+            return factor
+        scale = getattr(self, "grad_scale", None)
+        return None if scale is None else scale.double().reciprocal().to(torch.float32)

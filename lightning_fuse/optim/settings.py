@@ -1,0 +1,135 @@
+"""Checks of what a user hands to an optimizer, each with one clear error before anything is written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fuse.kernels.kernel import PARAM_DTYPES
+
+# Torch arguments that choose between torch's own loops.
+EXECUTION_KEYS = ("foreach", "fused", "capturable", "differentiable")
+
+
+def refuse_unsupported(owner: str, arguments: Mapping[str, Any]) -> None:
+    """Refuses keyword arguments that an optimizer does not have.
+
+    Args:
+        owner: The optimizer's class name.
+        arguments: What was left over.
+
+    Raises:
+        TypeError: There is one.
+    """
+    for key in arguments:
+        advice = 'how the step runs is chosen by kernel="auto"; leave it out' if key in EXECUTION_KEYS else "leave it out"
+        raise TypeError(f"{owner} has no argument {key!r}: {advice}")
+
+
+def number(group: Mapping[str, Any], key: str, *, below: float = math.inf) -> float:
+    """One hyperparameter, checked to lie in [0, below).
+
+    Args:
+        group: A parameter group as plain numbers.
+        key: The hyperparameter.
+        below: The first value that is too large.
+
+    Returns:
+        The value.
+
+    Raises:
+        ValueError: It is not a finite number in that range.
+    """
+    return in_range(key, group[key], below)
+
+
+def in_range(label: str, value: Any, below: float = math.inf) -> float:
+    """A number checked to lie in [0, below); see ``number``."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0.0 <= value < below:
+        limit = "a finite number >= 0" if below == math.inf else f"a number in [0, {below:g})"
+        raise ValueError(f"{label}={value!r}: must be {limit}")
+    return float(value)
+
+
+def check_adam(group: Mapping[str, Any]) -> None:
+    """Refuses Adam hyperparameters out of range.
+
+    Args:
+        group: A parameter group as plain numbers.
+
+    Raises:
+        ValueError: lr, eps or weight_decay is negative or not finite, or a beta is outside [0, 1).
+    """
+    for key in ("lr", "eps", "weight_decay"):
+        number(group, key)
+    betas = group["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(f"betas={betas!r}: must be a pair of numbers in [0, 1)")
+    for index, beta in enumerate(betas):
+        in_range(f"betas[{index}]", beta, 1.0)
+
+
+def plain_numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's hyperparameters with tensors (a tensor lr, tensor betas) read as Python numbers.
+
+    Args:
+        group: A parameter group.
+
+    Returns:
+        Everything but the parameters and their names.
+
+    Raises:
+        ValueError: A tensor holds more than one number.
+    """
+    return {key: _plain(key, value) for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _plain(key: str, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"{key} is a tensor of {value.numel()} numbers: must be one number")
+        return value.item()
+    if isinstance(value, (tuple, list)):
+        return tuple(_plain(key, entry) for entry in value)
+    return value
+
+
+def check_parameter(name: str, p: Tensor) -> None:
+    """Refuses parameters that no kernel can update.
+
+    Args:
+        name: The parameter's name.
+        p: The parameter.
+
+    Raises:
+        TypeError: It is not a dense float32, bfloat16 or float16 tensor.
+    """
+    if p.dtype not in PARAM_DTYPES:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in PARAM_DTYPES)
+        raise TypeError(f"parameter {name} is {p.dtype}: must be one of {known}; leave it out of the optimizer")
+    if p.layout != torch.strided:
+        raise TypeError(f"parameter {name} is {p.layout}: must be dense; leave it out of the optimizer")
+
+
+def check_gradient(name: str, p: Tensor) -> None:
+    """Refuses gradients that no kernel can read.
+
+    Args:
+        name: The parameter's name.
+        p: The parameter, with a gradient.
+
+    Raises:
+        TypeError: The gradient is sparse or not float32, bfloat16 or float16.
+    """
+    grad = p.grad
+    if grad is None:
+        return
+    if grad.layout != torch.strided:
+        raise TypeError(f"the gradient of {name} is sparse: must be dense; build the embedding with sparse=False")
+    if grad.dtype not in PARAM_DTYPES:
+        raise TypeError(f"the gradient of {name} is {grad.dtype}: must be float32, bfloat16 or float16")

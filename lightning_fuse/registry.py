@@ -1,0 +1,72 @@
+"""Named tables: what the user can ask for by a word, without doubles and with errors that list what is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
+from typing import Protocol, TypeVar
+
+
+class Named(Protocol):
+    """Anything that carries the word it is found by."""
+
+    @property
+    def name(self) -> str:
+        """The word the user types."""
+        ...
+
+
+T = TypeVar("T", bound=Named)
+
+
+class Registry(Mapping[str, T]):
+    """A read-only mapping from name to entry.
+
+    Args:
+        kind: What the entries are, as it reads in an error ("state format").
+        entries: The entries; each is found by its ``name``.
+
+    Raises:
+        ValueError: Two entries have one name, or (on lookup) the name is unknown.
+    """
+
+    def __init__(self, kind: str, entries: Iterable[T]) -> None:
+        self.kind = kind
+        self._entries: dict[str, T] = {}
+        for entry in entries:
+            if entry.name in self._entries:
+                raise ValueError(f"{kind} {entry.name!r} is registered twice; give one of them another name")
+            self._entries[entry.name] = entry
+
+    def __getitem__(self, name: str) -> T:
+        try:
+            return self._entries[name]
+        except (KeyError, TypeError):
+            raise ValueError(unknown_name(self.kind, name, self._entries)) from None
+
+    def __contains__(self, name: object) -> bool:
+        # Mapping's own __contains__ waits for a KeyError, and ours raises ValueError.
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def unknown_name(kind: str, name: object, known: Iterable[str]) -> str:
+    """Words the error for a name that no table holds: what was given, what is possible, what comes close.
+
+    Args:
+        kind: What was looked for ("state format").
+        name: What the user gave.
+        known: The names that exist.
+
+    Returns:
+        One line of text.
+    """
+    names = sorted(known)
+    close = get_close_matches(str(name), names, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"unknown {kind} {name!r}; known: {', '.join(names)}{hint}"

@@ -1,0 +1,13 @@
+"""Update rules: pure float32 maths, blind to how state is stored. ``rule.py`` is the contract."""
+
+from lightning_fuse.registry import Registry
+from lightning_fuse.rules.adam import Adam, AdamAmsgrad
+from lightning_fuse.rules.adamw import AdamW, AdamWAmsgrad
+from lightning_fuse.rules.rule import Moment, UpdateRule
+from lightning_fuse.rules.sgd import SGD, SGDMomentum, SGDNesterov
+
+RULES: Registry[UpdateRule] = Registry(
+    "rule", [AdamW(), AdamWAmsgrad(), Adam(), AdamAmsgrad(), SGD(), SGDMomentum(), SGDNesterov()]
+)
+
+__all__ = ["RULES", "Moment", "UpdateRule"]
