@@ -119,7 +119,9 @@ class StateFormat:
         return self.signed.scaled or self.unsigned.scaled
 
 
-def state_tensors(moment: Moment, codec: Codec, state: Mapping[str, Tensor], shape: tuple[int, ...]) -> tuple[Tensor, ...]:
+def state_tensors(
+    moment: Moment, codec: Codec, state: Mapping[str, Tensor], shape: tuple[int, ...]
+) -> tuple[Tensor, ...]:
     """The parts of one moment, looked up in a parameter's state.
 
     Args:

@@ -12,8 +12,8 @@ Splitting is arithmetic on the bits of w, as an unsigned 32-bit number::
     lower = w mod 2^16              as a signed number: what upper is away from w
     w     = upper * 2^16 + lower    modulo 2^32
 
-which is one-to-one for all 2^32 patterns. Ties must go away from zero: with ties to even there would be 65,537 different
-remainders. A NaN whose upper bits are all ones would show as a zero, so kernels store a new NaN as 0x7FC00000.
+which is one-to-one for all 2^32 patterns. Ties must go away from zero: with ties to even there would be 65,537
+different remainders. A NaN whose upper bits are all ones would show as a zero, so kernels store a new NaN as 0x7FC00000.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class NoMaster(MasterFormat):
     """The word ``none``; see the module."""
 
     name = "none"
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16, torch.float16)
 
     def parts(self, shape: tuple[int, ...]) -> tuple[Part, ...]:
         """See ``MasterFormat.parts``."""

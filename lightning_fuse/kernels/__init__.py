@@ -1,6 +1,6 @@
 """Step kernels: one optimizer step for all parameters of a device. ``kernel.py`` is the contract."""
 
-from lightning_fuse.kernels.dispatch import AUTO, KERNELS, check_kernel_name, choose_kernel
+from lightning_fuse.kernels.dispatch import AUTO, KERNELS, check_kernel_name, choose_kernel, sum_of_squares
 from lightning_fuse.kernels.kernel import Slot, StepKernel, StoredMoment, Support, Work
 
 __all__ = [
@@ -13,4 +13,5 @@ __all__ = [
     "Work",
     "check_kernel_name",
     "choose_kernel",
+    "sum_of_squares",
 ]

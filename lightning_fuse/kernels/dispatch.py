@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from torch import Tensor
+
 from lightning_fuse.kernels.kernel import Slot, StepKernel
 from lightning_fuse.kernels.reference import ReferenceKernel
 from lightning_fuse.registry import Registry, unknown_name
@@ -44,4 +48,26 @@ def choose_kernel(name: str, slots: list[Slot]) -> StepKernel:
         if refusal is None:
             return kernel
         refusals.append(f"{kernel.name} ({refusal})")
-    raise NotImplementedError(f"no kernel for these parameters: {'; '.join(refusals)}; use kernel=auto or kernel=reference")
+    raise NotImplementedError(
+        f"no kernel for these parameters: {'; '.join(refusals)}; use kernel=auto or kernel=reference"
+    )
+
+
+def sum_of_squares(grads: Sequence[Tensor]) -> Tensor:
+    """One look at gradients of any optimizer, by the best kernel for each device.
+
+    Args:
+        grads: At least one; float32, bfloat16 or float16.
+
+    Returns:
+        float64, 0-dimensional, on the first gradient's device; see ``StepKernel.sum_of_squares``.
+    """
+    devices = list(dict.fromkeys(grad.device for grad in grads))
+    sums = []
+    for device in devices:
+        kernel = next(kernel for kernel in KERNELS.values() if kernel.reads(device))
+        sums.append(kernel.sum_of_squares([grad for grad in grads if grad.device == device]))
+    total = sums[0]
+    for partial in sums[1:]:
+        total = total + partial.to(devices[0])
+    return total

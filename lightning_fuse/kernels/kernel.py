@@ -114,6 +114,10 @@ class StepKernel(ABC):
         """
 
     @abstractmethod
+    def reads(self, device: torch.device) -> bool:
+        """Whether ``sum_of_squares`` can look at gradients on the given device."""
+
+    @abstractmethod
     def sum_of_squares(self, grads: Sequence[Tensor]) -> Tensor:
         """One look at all gradients, as they are.
 

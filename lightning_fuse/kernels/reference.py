@@ -45,6 +45,10 @@ class ReferenceKernel(StepKernel):
                 known[key] = float32_scalars(item.slot.rule, item.group, step)
             _step_parameter(item, step, known[key], factor)
 
+    def reads(self, device: torch.device) -> bool:
+        """See ``StepKernel.reads``: any device."""
+        return True
+
     @torch.no_grad()
     def sum_of_squares(self, grads: Sequence[Tensor]) -> Tensor:
         """See ``StepKernel.sum_of_squares``."""
@@ -84,7 +88,7 @@ def _step_parameter(work: Work, step: int, scalars: Mapping[str, float], factor:
     if work.group["maximize"]:
         grad = -grad
     weight = slot.master.join(slot.param, slot.master_tensors)
-    moments = [stored.codec.decode(stored.tensors) for stored in slot.moments]
+    moments = tuple(stored.codec.decode(stored.tensors) for stored in slot.moments)
     weight, moments = slot.rule.update(weight, grad, moments, scalars)
     if slot.master_tensors:
         weight = canonical_nan(weight)

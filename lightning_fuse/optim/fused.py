@@ -36,12 +36,12 @@ class FusedOptimizer(Optimizer):
         grad_factor: Set by the step contract around ``step``: what gradients are multiplied by.
     """
 
+    grad_factor: Tensor | None = None
+
     # GradScaler then neither unscales gradients in memory nor reads found_inf on the host.
     _step_supports_amp_scaling = True
 
-    def __init__(
-        self, params: Params, defaults: dict[str, Any], *, state: StateSpec, master: str, kernel: str
-    ) -> None:
+    def __init__(self, params: Params, defaults: dict[str, Any], *, state: StateSpec, master: str, kernel: str) -> None:
         check_kernel_name(kernel)
         self._selection = Selection(state, master)
         self._kernel_word = kernel
@@ -93,7 +93,7 @@ class FusedOptimizer(Optimizer):
             if len(set(map(id, group["params"]))) != len(group["params"]):
                 raise ValueError("a parameter appears twice in one group; pass each parameter once")
             self._check_group(plain_numbers(group))
-            for name, p in zip(self._names(group, len(self.param_groups) - 1), group["params"], strict=True):
+            for name, p in zip(parameter_names(group, len(self.param_groups) - 1), group["params"], strict=True):
                 check_parameter(name, p)
                 self._format(group, name, p)
         except Exception:
@@ -134,7 +134,7 @@ class FusedOptimizer(Optimizer):
         for index, group in enumerate(self.param_groups):
             numbers = plain_numbers(group)
             self._check_group(numbers)
-            for name, p in zip(self._names(group, index), group["params"], strict=True):
+            for name, p in zip(parameter_names(group, index), group["params"], strict=True):
                 if p.grad is not None:
                     check_gradient(name, p)
                     work.append((group, name, p, numbers))
@@ -179,14 +179,11 @@ class FusedOptimizer(Optimizer):
         self._kernel: StepKernel | None = None
         self._complete = False  # every parameter's state is allocated
 
-    def _names(self, group: Mapping[str, Any], index: int) -> Sequence[str]:
-        return group.get("param_names") or [f"{index}.{i}" for i in range(len(group["params"]))]
-
     def _members(self) -> list[tuple[dict[str, Any], str, Tensor]]:
         return [
             (group, name, p)
             for index, group in enumerate(self.param_groups)
-            for name, p in zip(self._names(group, index), group["params"], strict=True)
+            for name, p in zip(parameter_names(group, index), group["params"], strict=True)
         ]
 
     def _keeps_moments(self) -> bool:
@@ -277,8 +274,20 @@ class FusedOptimizer(Optimizer):
 
     def _factor(self) -> Tensor | None:
         """What gradients are multiplied by: the contract's factor, or the inverse of GradScaler's loss scale."""
-        factor = getattr(self, "grad_factor", None)
-        if factor is not None:
-            return factor
+        if self.grad_factor is not None:
+            return self.grad_factor
         scale = getattr(self, "grad_scale", None)
         return None if scale is None else scale.double().reciprocal().to(torch.float32)
+
+
+def parameter_names(group: Mapping[str, Any], index: int) -> Sequence[str]:
+    """Names of a group's parameters, for messages: those it was given, or ``group.position``.
+
+    Args:
+        group: A parameter group of any torch optimizer.
+        index: The group's place among the groups.
+
+    Returns:
+        One name per parameter.
+    """
+    return group.get("param_names") or [f"{index}.{i}" for i in range(len(group["params"]))]

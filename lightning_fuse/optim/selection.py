@@ -32,6 +32,7 @@ class Selection:
     """
 
     def __init__(self, state: StateSpec, master: str) -> None:
+        self.spec = state
         self.master: MasterFormat = MASTERS[master]
         self.patterns: dict[str, StateFormat] = {}
         self.default: StateFormat = STATE_FORMATS["fp32"]
@@ -103,4 +104,6 @@ class Selection:
             )
         for dtype in narrow - set(self.master.dtypes):
             able = [word for word, master in MASTERS.items() if dtype in master.dtypes]
-            raise ValueError(f"master={self.master.name!r} does not fit {dtype} parameters; possible: {', '.join(able)}")
+            raise ValueError(
+                f"master={self.master.name!r} does not fit {dtype} parameters; possible: {', '.join(able)}"
+            )

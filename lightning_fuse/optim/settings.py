@@ -27,7 +27,9 @@ def refuse_unsupported(owner: str, arguments: Mapping[str, Any]) -> None:
         TypeError: There is one.
     """
     for key in arguments:
-        advice = 'how the step runs is chosen by kernel="auto"; leave it out' if key in EXECUTION_KEYS else "leave it out"
+        advice = (
+            'how the step runs is chosen by kernel="auto"; leave it out' if key in EXECUTION_KEYS else "leave it out"
+        )
         raise TypeError(f"{owner} has no argument {key!r}: {advice}")
 
 
@@ -50,7 +52,7 @@ def number(group: Mapping[str, Any], key: str, *, below: float = math.inf) -> fl
 
 def in_range(label: str, value: Any, below: float = math.inf) -> float:
     """A number checked to lie in [0, below); see ``number``."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0.0 <= value < below:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0.0 <= float(value) < below:
         limit = "a finite number >= 0" if below == math.inf else f"a number in [0, {below:g})"
         raise ValueError(f"{label}={value!r}: must be {limit}")
     return float(value)

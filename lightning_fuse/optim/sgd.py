@@ -68,7 +68,8 @@ class FusedSGD(FusedOptimizer):
         momentum, dampening = number(group, "momentum"), number(group, "dampening", below=1.0)
         if group["nesterov"] and (momentum == 0.0 or dampening != 0.0):
             raise ValueError(
-                f"nesterov=True with momentum={momentum:g} and dampening={dampening:g}: needs momentum > 0 and dampening 0"
+                f"nesterov=True with momentum={momentum:g} and dampening={dampening:g}: "
+                "needs momentum > 0 and dampening 0"
             )
         if momentum == 0.0 and dampening != 0.0:
             raise ValueError(f"dampening={dampening:g} has no effect without momentum: set momentum > 0 or dampening 0")

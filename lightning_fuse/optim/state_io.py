@@ -58,6 +58,11 @@ def describe(optimizer: FusedOptimizer, packed: dict[str, Any]) -> dict[str, Any
         The same dict with the entry ``lightning_fuse``.
     """
     members = optimizer._members()
+    # torch keeps steps as float32 and its own optimizers cannot count up an integer; float32 is exact up to 2^24.
+    packed["state"] = {
+        index: {**held, "step": held["step"].to(torch.float32)} if int(held.get("step", 2**24)) < 2**24 else held
+        for index, held in packed["state"].items()
+    }
     packed[ENTRY] = {
         "format_version": FORMAT_VERSION,
         "rules": [optimizer._rule(group).name for group, _, _ in members],
@@ -163,9 +168,13 @@ def _from_ours(optimizer: FusedOptimizer, item: Incoming, about: Mapping[str, An
         return {}
     wanted = {r.key: r for r in optimizer._requests(item.group, item.name, item.param)}
     if set(wanted) != set(item.state):
-        raise ValueError(f"checkpoint holds {sorted(item.state)} for {item.name}, expected {sorted(wanted)}: it is damaged")
+        raise ValueError(
+            f"checkpoint holds {sorted(item.state)} for {item.name}, expected {sorted(wanted)}: it is damaged"
+        )
     for key, request in wanted.items():
         tensor = item.state[key]
+        if key == "step":
+            tensor = torch.as_tensor(tensor).to(torch.int64)
         got = (tuple(tensor.shape), tensor.dtype) if isinstance(tensor, Tensor) else type(tensor).__name__
         if got != (request.shape, request.dtype):
             raise ValueError(

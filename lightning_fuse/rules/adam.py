@@ -10,19 +10,19 @@ and then as in ``adamw``, without its first line. Every parameter keeps its own 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from lightning_fuse.rules.adamw import EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ, adam_scalars, adam_update
-from lightning_fuse.rules.rule import UpdateRule
+from lightning_fuse.rules.rule import Moment, UpdateRule
 
 
 class Adam(UpdateRule):
     """The rule ``adam``; see the module for its formula."""
 
     name = "adam"
-    moments = (EXP_AVG, EXP_AVG_SQ)
+    moments: ClassVar[tuple[Moment, ...]] = (EXP_AVG, EXP_AVG_SQ)
 
     def scalars(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
         """See ``UpdateRule.scalars``; reads lr, betas, eps and weight_decay."""

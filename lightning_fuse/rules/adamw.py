@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ class AdamW(UpdateRule):
     """The rule ``adamw``; see the module for its formula."""
 
     name = "adamw"
-    moments = (EXP_AVG, EXP_AVG_SQ)
+    moments: ClassVar[tuple[Moment, ...]] = (EXP_AVG, EXP_AVG_SQ)
 
     def scalars(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
         """See ``UpdateRule.scalars``; reads lr, betas, eps and weight_decay."""

@@ -1,0 +1,122 @@
+"""Fuse: the one-line installer, for a module and a Trainer that people already have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+
+from lightning_fuse.optim import FusedOptimizer
+from lightning_fuse.optim.selection import StateSpec
+from lightning_fuse.plugins import AUTO, FusePrecision, Wish, loss_scale_for
+from lightning_fuse.step import StepContract
+from lightning_fuse.step.contract import OnNonfinite, Window
+
+WRAPPED = (Precision, MixedPrecision, HalfPrecision)
+
+
+class Fuse(Callback):
+    """Runs the step contract, and our optimizers, in a stock Trainer: ``Trainer(callbacks=[Fuse(state="int8")])``.
+
+    What the module's ``configure_optimizers`` returns is taken over: groups, learning rates, decay, names, hooks and
+    state; schedulers, nested ones too, go on driving the optimizer and follow applied updates.
+
+    Args:
+        optimizer: "auto" for our optimizer of the rule that the module uses; "adamw_fused", "adam_fused" or
+            "sgd_fused" to change the rule; None to keep the module's optimizer and run only the step contract.
+        state: State format or list of (pattern, format); see ``FusedAdamW``.
+        master: Master weights of 16-bit parameters; see ``FusedAdamW``.
+        kernel: "auto" or a kernel's name.
+        on_nonfinite: "skip" a step with an infinite or NaN gradient, "raise", or "step" all the same.
+        window: What a last accumulation window with fewer batches stands for: the "mean" of those that are there, or
+            the "sum" of their shares, as stock Lightning has it.
+        max_consecutive_skips: Longest run of nonfinite steps; one more raises. None for no limit.
+        min_loss_scale: Floor of the loss scale, in 16-mixed and 16-true.
+        init_loss_scale: First loss scale; None leaves it to the scaler of Lightning's plugin, or 65536.
+        growth_interval: Applied steps in a row after which the loss scale grows; None likewise, or 2000.
+
+    Raises:
+        ValueError: A choice is unknown or would have no effect.
+    """
+
+    def __init__(
+        self,
+        optimizer: str | None = AUTO,
+        state: StateSpec | None = None,
+        master: str | None = None,
+        kernel: str | None = None,
+        on_nonfinite: OnNonfinite = "skip",
+        window: Window = "mean",
+        max_consecutive_skips: int | None = 50,
+        min_loss_scale: float = 1.0,
+        init_loss_scale: float | None = None,
+        growth_interval: int | None = None,
+    ) -> None:
+        self.wish = Wish(optimizer, state, master, kernel)
+        self._policy: dict[str, Any] = {
+            "on_nonfinite": on_nonfinite,
+            "window": window,
+            "max_consecutive_skips": max_consecutive_skips,
+        }
+        self._scale: dict[str, Any] = {
+            "floor": min_loss_scale,
+            "init_scale": init_loss_scale,
+            "growth_interval": growth_interval,
+        }
+        StepContract(**self._policy)  # refuses what is unknown now, not at the first fit
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Puts the plugin in place, before the strategy makes the optimizers.
+
+        Raises:
+            ValueError: The trainer's precision plugin is not one that the contract can wrap, or a loss scale setting
+                has no effect in this precision.
+        """
+        if stage != "fit":
+            return
+        stock = trainer.precision_plugin
+        if isinstance(stock, FusePrecision):
+            if stock.wish is not self.wish:
+                raise ValueError("the step contract is installed twice: use Fuse or the FusePrecision plugin, once")
+            return
+        if type(stock) not in WRAPPED:
+            known = ", ".join(cls.__name__ for cls in WRAPPED)
+            raise ValueError(f"Fuse cannot run the step contract under {type(stock).__name__}; possible: {known}")
+        _warn_of_bf16(trainer, stock)
+        loss_scale = loss_scale_for(stock, **self._scale)
+        if loss_scale is None and (self._scale["init_scale"], self._scale["growth_interval"]) != (None, None):
+            raise ValueError(
+                f"precision {stock.precision} has no loss scale: leave init_loss_scale and growth_interval out"
+            )
+        contract = StepContract(loss_scale=loss_scale, **self._policy)
+        trainer.strategy.precision_plugin = FusePrecision(stock, contract, self.wish)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Says once what runs."""
+        for optimizer in trainer.optimizers:
+            if isinstance(optimizer, FusedOptimizer):
+                formats = sorted(set(optimizer.formats().values()))
+                rank_zero_info(
+                    f"lightning_fuse: {type(optimizer).__name__}, state {'+'.join(formats)}, "
+                    f"master {optimizer.master}, kernel {optimizer.kernel_name}"
+                )
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Ends the training step of manual optimization: the loss scale moves once, after all optimizers."""
+        plugin = trainer.precision_plugin
+        if not pl_module.automatic_optimization and isinstance(plugin, FusePrecision):
+            plugin.settle(trainer, pl_module)
+
+
+def _warn_of_bf16(trainer: Trainer, stock: Precision) -> None:
+    """Lightning turns 16-mixed into bf16-mixed on a CPU; somebody who asked for a loss scale should know."""
+    asked = getattr(getattr(trainer, "_accelerator_connector", None), "_precision_flag", None)
+    if asked == "16-mixed" and stock.precision == "bf16-mixed":
+        rank_zero_warn(
+            "Lightning turned precision='16-mixed' into bf16-mixed on this CPU. For real float16 pass "
+            "plugins=MixedPrecision('16-mixed', 'cpu', torch.amp.GradScaler('cpu')) instead of precision"
+        )

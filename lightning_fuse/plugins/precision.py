@@ -1,0 +1,317 @@
+"""The precision plugin that runs the step contract in a Lightning Trainer.
+
+It wraps the stock plugin of the wanted precision, which still converts modules and inputs and opens autocast, and owns
+the five acts itself: ``pre_backward`` scales, ``optimizer_step`` runs the contract, ``clip_gradients`` is folded into
+it. Gradients are unscaled in memory only where somebody looks at them: a callback or module with
+``on_before_optimizer_step``, a module with its own ``configure_gradient_clipping``, clipping by value, or manual
+optimization that calls ``clip_gradients``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import LBFGS, Optimizer
+
+from lightning_fuse.plugins.adoption import Wish, adopt
+from lightning_fuse.plugins.schedulers import follow_updates, rebind
+from lightning_fuse.registry import unknown_name
+from lightning_fuse.step import LossScale, StepContract, StepOutcome
+
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
+STOCK_KEY = "MixedPrecision"  # where Lightning files a loss scale in a checkpoint
+OUTCOME_HOOK = "on_step_outcome"
+
+
+class FusePrecision(Precision):
+    """Runs the step contract for any stock precision.
+
+    Any callback, and the module, may define ``on_step_outcome(trainer, pl_module, outcome)``: it is called once per
+    optimizer step with a ``StepOutcome``, right after the step (in manual optimization at the end of the batch, when
+    the loss scale has moved).
+
+    Args:
+        precision: "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", or a stock plugin to wrap.
+        contract: The contract to run; by default one with a loss scale where the precision needs it.
+        wish: What the module's optimizers should be; by default they are kept.
+        device: Device type of autocast, where ``precision`` is a word.
+
+    Raises:
+        ValueError: The word is unknown.
+    """
+
+    def __init__(
+        self,
+        precision: str | Precision = "32-true",
+        contract: StepContract | None = None,
+        wish: Wish | None = None,
+        device: str = "cpu",
+    ) -> None:
+        self.inner = precision if isinstance(precision, Precision) else stock_precision(precision, device)
+        self.contract = contract or StepContract(loss_scale=loss_scale_for(self.inner))
+        self.wish = wish or Wish(optimizer=None)
+        self._module: LightningModule | None = None
+        self._folded_clip: float | None = None  # a clip norm to fold into the step under way
+        self._folding = False
+
+    # What the wrapped plugin does.
+
+    @property
+    def precision(self) -> Any:  # type: ignore[override]
+        """Lightning's word for the compute precision."""
+        return self.inner.precision
+
+    @property
+    def last_step_ms(self) -> float | None:
+        """Host time of the last optimizer step, verdict included, in milliseconds."""
+        return self.contract.last_step_ms
+
+    def convert_module(self, module: Module) -> Module:
+        """See the stock plugin."""
+        return self.inner.convert_module(module)
+
+    def convert_input(self, data: Any) -> Any:
+        """See the stock plugin."""
+        return self.inner.convert_input(data)
+
+    def convert_output(self, data: Any) -> Any:
+        """See the stock plugin."""
+        return self.inner.convert_output(data)
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        """See the stock plugin."""
+        return self.inner.tensor_init_context()
+
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        """See the stock plugin."""
+        return self.inner.module_init_context()
+
+    @contextmanager
+    def forward_context(self) -> Generator[None, None, None]:
+        """See the stock plugin."""
+        with self.inner.forward_context():
+            yield
+
+    # The optimizers.
+
+    def connect(
+        self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[Module, list[Optimizer], list[Any]]:
+        """Takes over the optimizers and lets schedulers follow applied updates; called by Lightning once per fit.
+
+        Raises:
+            ValueError: An optimizer cannot be taken over, or needs a closure that evaluates the model again.
+        """
+        names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+        self._module = model if isinstance(model, LightningModule) else getattr(model, "module", None)
+        adopted = []
+        for old in optimizers:
+            if isinstance(old, LBFGS):
+                raise ValueError(
+                    "LBFGS evaluates the model several times in one step, which the step contract does not do; "
+                    "train without Fuse, or with another optimizer"
+                )
+            new = adopt(old, self.wish, names)
+            if new is not old:
+                rebind(lr_schedulers, old, new)
+            adopted.append(new)
+        self.contract.names = names
+        self._optimizers = adopted
+        follow_updates(lr_schedulers, self.contract)
+        return model, adopted, lr_schedulers
+
+    # The acts.
+
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        """Scales the loss."""
+        return super().pre_backward(self.contract.scale(tensor), module)
+
+    def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        """Counts the micro-batch into the open window."""
+        self.contract.contribute()
+        return super().post_backward(tensor, module)
+
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Runs the closure and the step contract.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            NonFiniteGradientError: See ``StepContract.step``.
+        """
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        trainer, automatic = model.trainer, model.automatic_optimization
+        result = closure()
+        window = trainer.accumulate_grad_batches if automatic else None
+        if automatic and self._watched(trainer, model):
+            self.contract.unscale_(optimizer, window)
+        self._folded_clip, self._folding = None, not is_overridden("configure_gradient_clipping", model)
+        self._after_closure(model, optimizer)
+        self._folding = False
+        self.contract.step(
+            optimizer,
+            clip_norm=self._folded_clip,
+            window=window,
+            index=self._index(optimizer),
+            where=f"batch {trainer.fit_loop.epoch_loop.batch_idx} of epoch {trainer.current_epoch}",
+        )
+        if automatic:
+            self.settle(trainer, model)
+        return result
+
+    def settle(self, trainer: Trainer, model: LightningModule) -> None:
+        """Moves the loss scale and tells everybody the outcomes; ends a training step.
+
+        Args:
+            trainer: The trainer, whose callbacks are told.
+            model: The module, which is told too.
+        """
+        for outcome in self.contract.settle():
+            self._tell(trainer, model, outcome)
+
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float | None = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Clips in unscaled units: by norm inside the step where nobody looks before it, else in memory."""
+        if not clip_val or clip_val <= 0:
+            return
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        window = self._window()
+        if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+            if not self.contract.is_unscaled(optimizer):
+                self.contract.unscale_(optimizer, window)
+            torch.nn.utils.clip_grad_value_(self.main_params(optimizer), clip_val)
+        elif self._folding:
+            self._folded_clip = float(clip_val)
+        else:
+            self.contract.clip_norm_(optimizer, float(clip_val), window)
+
+    # Checkpoints.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters and loss scale."""
+        return self.contract.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues where ``state_dict`` was taken."""
+        self.contract.load_state_dict(state_dict)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Files the loss scale where a stock Trainer looks for it, too."""
+        if self.contract.loss_scale is not None:
+            checkpoint[STOCK_KEY] = self.contract.loss_scale.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Takes over the loss scale and the count of steps of a checkpoint that a stock Trainer wrote."""
+        if type(self).__qualname__ in checkpoint:
+            return
+        steps = int(checkpoint.get("global_step", 0))
+        self.contract.resume_counts(steps)
+        if self.contract.loss_scale is not None and STOCK_KEY in checkpoint:
+            self.contract.loss_scale.load_state_dict(checkpoint[STOCK_KEY])
+
+    def _watched(self, trainer: Trainer, model: LightningModule) -> bool:
+        """Whether anybody looks at gradients between backward and step."""
+        hook = "on_before_optimizer_step"
+        callbacks = cast(list[Callback], getattr(trainer, "callbacks", []))
+        return (
+            is_overridden(hook, model)
+            or is_overridden("configure_gradient_clipping", model)
+            or any(is_overridden(hook, callback, parent=Callback) for callback in callbacks)
+        )
+
+    def _window(self) -> int | None:
+        module = self._module
+        automatic = module is not None and module.automatic_optimization
+        return module.trainer.accumulate_grad_batches if module is not None and automatic else None
+
+    def _index(self, optimizer: Optimizer) -> int:
+        return next((i for i, known in enumerate(self._optimizers) if known is optimizer), 0)
+
+    def _tell(self, trainer: Trainer, model: LightningModule, outcome: StepOutcome) -> None:
+        for listener in [*getattr(trainer, "callbacks", []), model]:
+            hook = getattr(listener, OUTCOME_HOOK, None)
+            if hook is not None:
+                hook(trainer, model, outcome)
+
+
+def stock_precision(word: str, device: str) -> Precision:
+    """Lightning's own plugin for a precision.
+
+    Args:
+        word: One of ``PRECISIONS``.
+        device: Device type of autocast; float16 on a CPU is real float16 here.
+
+    Returns:
+        The plugin. Its scaler, if any, only carries settings: the contract scales.
+
+    Raises:
+        ValueError: The word is unknown.
+    """
+    if word == "32-true":
+        return Precision()
+    if word == "bf16-mixed":
+        return MixedPrecision("bf16-mixed", device)
+    if word == "16-mixed":
+        return MixedPrecision("16-mixed", device, torch.amp.GradScaler(device))
+    if word in ("bf16-true", "16-true"):
+        return HalfPrecision(cast(Any, word))
+    raise ValueError(unknown_name("precision", word, PRECISIONS))
+
+
+def loss_scale_for(plugin: Precision, floor: float = 1.0, **settings: Any) -> LossScale | None:
+    """The loss scale that a precision needs: float16, mixed or true, and no other.
+
+    Args:
+        plugin: A stock plugin; a scaler of its own gives settings and state.
+        floor: The smallest loss scale.
+        **settings: ``init_scale`` and ``growth_interval`` override the scaler's; None does not.
+
+    Returns:
+        The loss scale, or None.
+    """
+    scaler = getattr(plugin, "scaler", None)
+    if str(plugin.precision) not in ("16-mixed", "16-true") or (scaler is not None and not scaler.is_enabled()):
+        return None
+    chosen = {key: value for key, value in settings.items() if value is not None}
+    if scaler is None:
+        return LossScale(floor=floor, **chosen)
+    given = {
+        "init_scale": scaler.get_scale(),
+        "growth_factor": scaler.get_growth_factor(),
+        "backoff_factor": scaler.get_backoff_factor(),
+        "growth_interval": scaler.get_growth_interval(),
+        **chosen,
+    }
+    return LossScale(floor=min(floor, given["init_scale"]), **given)
+
+
+def contract_of(trainer: Trainer) -> StepContract | None:
+    """The step contract that a trainer runs.
+
+    Args:
+        trainer: Any trainer.
+
+    Returns:
+        The contract, or None where neither Fuse nor the plugin is installed.
+    """
+    plugin = trainer.precision_plugin
+    return plugin.contract if isinstance(plugin, FusePrecision) else None

@@ -1,0 +1,7 @@
+"""The step contract, free of Lightning: verdict, loss scale, window, outcome."""
+
+from lightning_fuse.step.contract import NonFiniteGradientError, StepContract
+from lightning_fuse.step.loss_scale import LossScale
+from lightning_fuse.step.outcome import REASONS, StepOutcome
+
+__all__ = ["REASONS", "LossScale", "NonFiniteGradientError", "StepContract", "StepOutcome"]
