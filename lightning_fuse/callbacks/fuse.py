@@ -11,8 +11,8 @@ from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, P
 from lightning_fuse.optim import FusedOptimizer
 from lightning_fuse.optim.selection import StateSpec
 from lightning_fuse.plugins import AUTO, FusePrecision, Wish, loss_scale_for
-from lightning_fuse.step import StepContract
-from lightning_fuse.step.contract import OnNonfinite, Window
+from lightning_fuse.step import StepContract, StepOutcome, WindowPolicy
+from lightning_fuse.step.contract import OnNonfinite
 
 WRAPPED = (Precision, MixedPrecision, HalfPrecision)
 
@@ -30,8 +30,10 @@ class Fuse(Callback):
         master: Master weights of 16-bit parameters; see ``FusedAdamW``.
         kernel: "auto" or a kernel's name.
         on_nonfinite: "skip" a step with an infinite or NaN gradient, "raise", or "step" all the same.
-        window: What a last accumulation window with fewer batches stands for: the "mean" of those that are there, or
-            the "sum" of their shares, as stock Lightning has it.
+        window: What a last accumulation window with fewer batches stands for: the "mean" of those that are there, the
+            "sum" of their shares, as stock Lightning has it, nothing ("drop"), or the start of the next epoch's first
+            window ("carry").
+        max_updates: Stop after so many applied updates; ``Trainer(max_steps=...)`` counts skipped steps, too.
         max_consecutive_skips: Longest run of nonfinite steps; one more raises. None for no limit.
         min_loss_scale: Floor of the loss scale, in 16-mixed and 16-true.
         init_loss_scale: First loss scale; None leaves it to the scaler of Lightning's plugin, or 65536.
@@ -48,7 +50,8 @@ class Fuse(Callback):
         master: str | None = None,
         kernel: str | None = None,
         on_nonfinite: OnNonfinite = "skip",
-        window: Window = "mean",
+        window: WindowPolicy = "mean",
+        max_updates: int | None = None,
         max_consecutive_skips: int | None = 50,
         min_loss_scale: float = 1.0,
         init_loss_scale: float | None = None,
@@ -65,6 +68,9 @@ class Fuse(Callback):
             "init_scale": init_loss_scale,
             "growth_interval": growth_interval,
         }
+        if max_updates is not None and max_updates < 1:
+            raise ValueError(f"max_updates={max_updates!r}: must be >= 1, or None for no limit")
+        self._max_updates = max_updates
         StepContract(**self._policy)  # refuses what is unknown now, not at the first fit
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -93,7 +99,7 @@ class Fuse(Callback):
         contract = StepContract(loss_scale=loss_scale, **self._policy)
         trainer.strategy.precision_plugin = FusePrecision(stock, contract, self.wish)
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Says once what runs."""
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, FusedOptimizer):
@@ -103,13 +109,10 @@ class Fuse(Callback):
                     f"master {optimizer.master}, kernel {optimizer.kernel_name}"
                 )
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Ends the training step of manual optimization: the loss scale moves once, after all optimizers."""
-        plugin = trainer.precision_plugin
-        if not pl_module.automatic_optimization and isinstance(plugin, FusePrecision):
-            plugin.settle(trainer, pl_module)
+    def on_step_outcome(self, trainer: Trainer, pl_module: LightningModule, outcome: StepOutcome) -> None:
+        """Ends training after ``max_updates`` applied updates."""
+        if self._max_updates is not None and outcome.update >= self._max_updates:
+            trainer.should_stop = True
 
 
 def _warn_of_bf16(trainer: Trainer, stock: Precision) -> None:

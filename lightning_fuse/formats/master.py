@@ -13,7 +13,8 @@ Splitting is arithmetic on the bits of w, as an unsigned 32-bit number::
     w     = upper * 2^16 + lower    modulo 2^32
 
 which is one-to-one for all 2^32 patterns. Ties must go away from zero: with ties to even there would be 65,537
-different remainders. A NaN whose upper bits are all ones would show as a zero, so kernels store a new NaN as 0x7FC00000.
+different remainders. A NaN whose upper bits are all ones would show as a zero, so kernels store a new NaN as
+0x7FC00000.
 """
 
 from __future__ import annotations

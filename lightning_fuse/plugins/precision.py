@@ -24,7 +24,10 @@ from torch.nn import Module
 from torch.optim import LBFGS, Optimizer
 
 from lightning_fuse.plugins.adoption import Wish, adopt
+from lightning_fuse.plugins.averaging import follow_applied_updates
+from lightning_fuse.plugins.hooks import ContractHooks
 from lightning_fuse.plugins.schedulers import follow_updates, rebind
+from lightning_fuse.plugins.windows import LoopWindows
 from lightning_fuse.registry import unknown_name
 from lightning_fuse.step import LossScale, StepContract, StepOutcome
 
@@ -61,6 +64,8 @@ class FusePrecision(Precision):
         self.contract = contract or StepContract(loss_scale=loss_scale_for(self.inner))
         self.wish = wish or Wish(optimizer=None)
         self._module: LightningModule | None = None
+        self._windows: LoopWindows | None = None
+        self._open_gradients: dict[str, Tensor] = {}  # of a resumed open window, until training starts
         self._folded_clip: float | None = None  # a clip norm to fold into the step under way
         self._folding = False
 
@@ -126,9 +131,28 @@ class FusePrecision(Precision):
                 rebind(lr_schedulers, old, new)
             adopted.append(new)
         self.contract.names = names
+        self._join_loop()
         self._optimizers = adopted
         follow_updates(lr_schedulers, self.contract)
         return model, adopted, lr_schedulers
+
+    def start_training(self) -> None:
+        """Checks the run against its windows and restores the gradients of a resumed open one; called by ``hooks.py``.
+
+        Raises:
+            ValueError: No window of the run can ever close.
+        """
+        if self._windows is not None:
+            self._windows.check_length()
+        for p, name in self.contract.names.items():
+            if name in self._open_gradients:
+                p.grad = self._open_gradients[name].to(p.device)
+        self._open_gradients = {}
+
+    def end_epoch(self) -> None:
+        """Carries an open window over where the policy says so; called by ``hooks.py``."""
+        if self._windows is not None:
+            self._windows.end_epoch()
 
     # The acts.
 
@@ -207,12 +231,20 @@ class FusePrecision(Precision):
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters and loss scale."""
-        return self.contract.state_dict()
+        """Counters and loss scale, and the gradients of an open window."""
+        state = self.contract.state_dict()
+        if self._windows is not None:
+            grads = {name: p.grad for p, name in self.contract.names.items() if p.grad is not None}
+            state["carried"] = self._windows.carried
+            state["open_gradients"] = grads if self.contract.contributions else {}
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues where ``state_dict`` was taken."""
         self.contract.load_state_dict(state_dict)
+        if self._windows is not None and "carried" in state_dict:
+            self._windows.carried = int(state_dict["carried"])
+            self._open_gradients = dict(state_dict["open_gradients"])
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Files the loss scale where a stock Trainer looks for it, too."""
@@ -227,6 +259,26 @@ class FusePrecision(Precision):
         self.contract.resume_counts(steps)
         if self.contract.loss_scale is not None and STOCK_KEY in checkpoint:
             self.contract.loss_scale.load_state_dict(checkpoint[STOCK_KEY])
+
+    def _join_loop(self) -> None:
+        """Lets the loop's windows, the ranks and weight averages of this trainer follow the contract."""
+        module = self._module
+        if module is None:
+            return
+        trainer = module.trainer
+        if trainer.world_size > 1:
+            strategy = trainer.strategy
+            self.contract.window.ranks = trainer.world_size
+            self.contract.window.all_reduce = lambda tensor, op: cast(Tensor, strategy.reduce(tensor, reduce_op=op))
+        if module.automatic_optimization:
+            carried = 0 if self._windows is None else self._windows.carried
+            self._windows = LoopWindows(trainer, self.contract)
+            self._windows.carried = carried
+            self._windows.install()
+        follow_applied_updates(trainer, self.contract)
+        callbacks = cast(list[Callback], trainer.callbacks)  # type: ignore[attr-defined]
+        if not any(isinstance(callback, ContractHooks) for callback in callbacks):
+            callbacks.insert(0, ContractHooks(self))
 
     def _watched(self, trainer: Trainer, model: LightningModule) -> bool:
         """Whether anybody looks at gradients between backward and step."""

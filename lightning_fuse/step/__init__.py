@@ -3,5 +3,14 @@
 from lightning_fuse.step.contract import NonFiniteGradientError, StepContract
 from lightning_fuse.step.loss_scale import LossScale
 from lightning_fuse.step.outcome import REASONS, StepOutcome
+from lightning_fuse.step.window import AccumulationWindow, WindowPolicy
 
-__all__ = ["REASONS", "LossScale", "NonFiniteGradientError", "StepContract", "StepOutcome"]
+__all__ = [
+    "REASONS",
+    "AccumulationWindow",
+    "LossScale",
+    "NonFiniteGradientError",
+    "StepContract",
+    "StepOutcome",
+    "WindowPolicy",
+]

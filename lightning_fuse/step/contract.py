@@ -30,9 +30,9 @@ from lightning_fuse.registry import unknown_name
 from lightning_fuse.step.loss_scale import LossScale
 from lightning_fuse.step.outcome import REASONS, Reason, StepOutcome
 from lightning_fuse.step.verdict import check_max_norm, first_nonfinite, gradients, judge
+from lightning_fuse.step.window import AccumulationWindow, WindowPolicy
 
 OnNonfinite = Literal["skip", "raise", "step"]
-Window = Literal["mean", "sum"]
 
 
 class NonFiniteGradientError(RuntimeError):
@@ -62,8 +62,8 @@ class StepContract:
     Args:
         loss_scale: The dynamic loss scale; None where the precision needs none.
         on_nonfinite: What to do where a gradient is infinite or NaN: "skip" the step, "raise", or "step" all the same.
-        window: What a window with fewer micro-batches than planned stands for: "mean" of those that are there, or
-            "sum" of their shares of a full window (the update is then smaller).
+        window: What a window with fewer micro-batches than planned stands for: "mean", "sum", "drop" or "carry"; see
+            ``window.py``.
         max_consecutive_skips: Longest run of nonfinite steps; one more raises. None for no limit.
 
     Raises:
@@ -75,23 +75,21 @@ class StepContract:
         *,
         loss_scale: LossScale | None = None,
         on_nonfinite: OnNonfinite = "skip",
-        window: Window = "mean",
+        window: WindowPolicy = "mean",
         max_consecutive_skips: int | None = 50,
     ) -> None:
-        for kind, given, known in (("on_nonfinite", on_nonfinite, OnNonfinite), ("window", window, Window)):
-            if given not in get_args(known):
-                raise ValueError(unknown_name(kind, given, get_args(known)))
+        if on_nonfinite not in get_args(OnNonfinite):
+            raise ValueError(unknown_name("on_nonfinite", on_nonfinite, get_args(OnNonfinite)))
         if max_consecutive_skips is not None and max_consecutive_skips < 1:
             raise ValueError(f"max_consecutive_skips={max_consecutive_skips!r}: must be >= 1, or None for no limit")
         self.loss_scale = loss_scale
         self.on_nonfinite = on_nonfinite
-        self.window = window
+        self.window = AccumulationWindow(window)
         self.max_consecutive_skips = max_consecutive_skips
         self.last: StepOutcome | None = None
         self.last_step_ms: float | None = None  # host time of the last optimizer step, verdict included
         self.names: dict[Tensor, str] = {}  # for messages about optimizers that were given no names
         self._counters = _Counters()
-        self._contributions = 0
         self._vetoed = False
         self._looked: dict[int, _Looked] = {}
         self._pending: list[StepOutcome] = []
@@ -115,15 +113,24 @@ class StepContract:
     @property
     def contributions(self) -> int:
         """Micro-batches whose gradients the open window holds."""
-        return self._contributions
+        return self.window.count
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss to call ``backward`` on."""
-        return loss if self.loss_scale is None else self.loss_scale.scale(loss)
+        """The loss to call ``backward`` on.
+
+        Args:
+            loss: A scalar, any floating dtype.
+
+        Returns:
+            The loss times the loss scale and the micro-batch's weight, where there are any.
+        """
+        share = self.window.share(loss.device)
+        weighted = loss if share == 1.0 else loss * share
+        return weighted if self.loss_scale is None else self.loss_scale.scale(weighted)
 
     def contribute(self) -> None:
         """Counts one micro-batch into the open window, after its backward."""
-        self._contributions += 1
+        self.window.contribute()
 
     def veto(self) -> None:
         """Skips the next step, with the reason "user"; no counter of state moves."""
@@ -217,7 +224,7 @@ class StepContract:
         if self._vetoed:
             self._vetoed = False
             self._skip("user", index)
-        elif not grads or (window is not None and self._contributions == 0):
+        elif not grads or (window is not None and self.window.count == 0):
             self._skip("no_grad", index)
         else:
             self._judge_and_step(optimizer, grads, looked, clip_norm, window, index, where)
@@ -234,7 +241,7 @@ class StepContract:
             self.loss_scale.move(self._overflow)
         self._overflow = None
         if pending:
-            self._contributions = 0
+            self.window.close()
         after = None if self.loss_scale is None else self.loss_scale.value
         outcomes = [replace(outcome, loss_scale_after=after) for outcome in pending]
         if outcomes:
@@ -249,7 +256,7 @@ class StepContract:
             "updates": counters.updates,
             "streak": counters.streak,
             "skips": dict(counters.skips),
-            "contributions": self._contributions,
+            "window": self.window.state_dict(),
             "loss_scale": None if self.loss_scale is None else self.loss_scale.state_dict(),
         }
 
@@ -271,7 +278,7 @@ class StepContract:
         counters.global_step, counters.updates = int(state["global_step"]), int(state["updates"])
         counters.streak = int(state["streak"])
         counters.skips.update({reason: int(count) for reason, count in state["skips"].items()})
-        self._contributions = int(state["contributions"])
+        self.window.load_state_dict(state["window"])
         if self.loss_scale is not None and state["loss_scale"] is not None:
             self.loss_scale.load_state_dict(state["loss_scale"])
 
@@ -331,9 +338,8 @@ class StepContract:
     def _factor(self, device: torch.device, window: int | None, neutral: Tensor | None = None) -> Any:
         """``1 / loss_scale * window_factor`` as float32, or ``neutral`` where both are 1."""
         factor = None if self.loss_scale is None else self.loss_scale.inverse(device)
-        count = self._contributions
-        if window is not None and self.window == "mean" and 0 < count < window:
-            share = torch.tensor(window / count, dtype=torch.float32, device=device)
+        share = self.window.factor(window, device)
+        if share is not None:
             factor = share if factor is None else factor * share
         return neutral if factor is None else factor
 
@@ -357,7 +363,7 @@ class StepContract:
         self._pending.append(
             StepOutcome(
                 counters.global_step, counters.updates, applied, reason, grad_norm, clip_coef, scale, scale,
-                self._contributions, index,
+                self.window.count, index,
             )
         )  # fmt: skip
 

@@ -1,0 +1,56 @@
+"""Lightning's weight-averaging callbacks, following applied updates only.
+
+Stock, they average after every optimizer step, skipped or not, and at the end of training (and around validation, and
+in checkpoints) put the average in the place of the weights even if nothing was ever averaged: untrained weights replace
+trained ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+
+from lightning_fuse.step import StepContract
+
+# Hooks that show or store the average instead of the weights.
+_SHOWING = ("on_validation_epoch_start", "on_validation_epoch_end", "on_train_end", "on_save_checkpoint")
+
+
+def follow_applied_updates(trainer: Trainer, contract: StepContract) -> None:
+    """Gates the weight-averaging callbacks of a trainer; once per fit.
+
+    Args:
+        trainer: The trainer.
+        contract: Whose outcomes they follow.
+    """
+    try:
+        from lightning.pytorch.callbacks import WeightAveraging
+    except ImportError:  # Lightning before 2.6
+        return
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, WeightAveraging) and "should_update" not in vars(callback):
+            stock = type(callback).should_update
+            callback.should_update = partial(_should_update, stock, callback, contract)  # type: ignore[method-assign]
+            for hook in _SHOWING:
+                setattr(callback, hook, partial(_show, getattr(type(callback), hook), callback))
+
+
+def _should_update(
+    stock: Callable[..., bool],
+    callback: Callback,
+    contract: StepContract,
+    step_idx: int | None = None,
+    epoch_idx: int | None = None,
+) -> bool:
+    if step_idx is not None and not (contract.last is not None and contract.last.applied):
+        return False
+    return stock(callback, step_idx=step_idx, epoch_idx=epoch_idx)
+
+
+def _show(stock: Callable[..., None], callback: Any, *args: Any, **kwargs: Any) -> None:
+    average = callback._average_model
+    if average is None or int(average.n_averaged) > 0:
+        stock(callback, *args, **kwargs)

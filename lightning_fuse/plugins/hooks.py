@@ -1,0 +1,46 @@
+"""The moments of Lightning's training loop at which the contract has something to do, as a callback of its own.
+
+The precision plugin puts it first among the trainer's callbacks, so that the laws hold with the plugin alone, and other
+callbacks find settled outcomes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from lightning_fuse.plugins.precision import FusePrecision
+
+
+class ContractHooks(Callback):
+    """Opens, carries and settles windows; holds no state of its own.
+
+    Args:
+        plugin: The precision plugin that runs the contract.
+    """
+
+    def __init__(self, plugin: FusePrecision) -> None:
+        self.plugin = plugin
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Checks that windows can close, and restores a resumed open one."""
+        self.plugin.start_training()
+
+    def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """A window starts where Lightning clears the gradients for it."""
+        if pl_module.automatic_optimization:
+            self.plugin.contract.window.close()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Ends the training step of manual optimization: the loss scale moves once, after all optimizers."""
+        if not pl_module.automatic_optimization:
+            self.plugin.settle(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Carries an open window into the next epoch, where the policy says so."""
+        self.plugin.end_epoch()

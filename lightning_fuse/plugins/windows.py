@@ -1,0 +1,124 @@
+"""Accumulation windows in Lightning's training loop: where they close, and what waits until they have.
+
+Lightning closes a window every ``accumulate_grad_batches`` batches of an epoch and at the epoch's last batch. The
+policies "drop" and "carry" need other closings, and validation and time-based checkpoints should not fall into an open
+window. The loop has no public seam for either, so four of its questions are answered here, on the loop object of this
+trainer only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_fuse.step import StepContract
+
+
+class LoopWindows:
+    """The windows of one trainer's training loop.
+
+    Args:
+        trainer: The trainer; automatic optimization.
+        contract: Whose window policy is followed.
+
+    Attributes:
+        carried: Batches of the open window that earlier epochs have contributed; only "carry" has any.
+    """
+
+    def __init__(self, trainer: Trainer, contract: StepContract) -> None:
+        self._trainer = trainer
+        self._contract = contract
+        self._policy = contract.window.policy
+        self._loop = trainer.fit_loop.epoch_loop
+        self._validation_is_due = False
+        self.carried = 0
+
+    def install(self) -> None:
+        """Answers the loop's questions; once per fit."""
+        loop = self._loop
+        if self._policy in ("drop", "carry"):
+            loop._accumulated_batches_reached = self._reached  # type: ignore[method-assign]
+            loop._should_accumulate = self._should_accumulate  # type: ignore[method-assign]
+            inner = loop.automatic_optimization
+            stock_zero_grad = type(inner)._make_zero_grad_fn
+            inner._make_zero_grad_fn = partial(self._zero_grad_fn, stock_zero_grad, inner)  # type: ignore[method-assign]
+        if self._size > 1:
+            stock_check = type(loop)._should_check_val_fx
+            loop._should_check_val_fx = partial(self._should_validate, stock_check, loop)  # type: ignore[method-assign]
+            for callback in self._trainer.checkpoint_callbacks:
+                if isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None:
+                    stock_end = type(callback).on_train_batch_end
+                    callback.on_train_batch_end = partial(self._on_closed, stock_end, callback)  # type: ignore[method-assign]
+
+    def check_length(self) -> None:
+        """Says at the start what an epoch too short for one window means.
+
+        Raises:
+            ValueError: No window of the run can ever close, so that nothing would be trained.
+        """
+        batches, size = self._trainer.num_training_batches, self._size
+        if batches >= size or batches == 0:
+            return
+        facts = f"accumulate_grad_batches={size}, but an epoch has only {int(batches)} batches"
+        if self._policy == "drop":
+            raise ValueError(
+                f'{facts}: with window="drop" no step would ever be taken; '
+                f'accumulate at most {int(batches)}, or use window="carry" or "mean"'
+            )
+        if self._policy != "carry":
+            rank_zero_warn(f"{facts}: every window is short (window={self._policy!r})")
+
+    def end_epoch(self) -> None:
+        """Carries the open window into the next epoch, or drops it, where the policy says so."""
+        if self._policy == "carry":
+            self.carried = (self.carried + self._loop.batch_progress.current.ready) % self._size
+        elif self._policy == "drop":
+            self._contract.window.close()
+
+    @property
+    def _size(self) -> int:
+        return self._trainer.accumulate_grad_batches
+
+    def _reached(self) -> bool:
+        return (self.carried + self._loop.batch_progress.current.ready) % self._size == 0
+
+    def _should_accumulate(self) -> bool:
+        # A short last window is no step: it is dropped with the next window's zero_grad, or goes on.
+        return not self._reached()
+
+    def _zero_grad_fn(self, stock: Callable[..., Any], inner: Any, batch_idx: int, optimizer: Any) -> Any:
+        # The stock function looks only at whether the number it is given starts a window.
+        return stock(inner, self.carried + batch_idx, optimizer)
+
+    def _should_validate(self, stock: Callable[..., bool], loop: Any, data_fetcher: Any) -> bool:
+        """Validates where a window has closed: at once, or at the end of the window in which validation fell due."""
+        due, closed = stock(loop, data_fetcher), not loop._should_accumulate()
+        interval = self._interval_in_windows()
+        if interval is not None and not self._trainer.should_stop:
+            return closed and self._trainer.enable_validation and self._trainer.global_step % interval == 0
+        if due and not closed and not loop._num_ready_batches_reached():
+            self._validation_is_due = True
+            return False
+        if self._validation_is_due and closed:
+            self._validation_is_due = False
+            return True
+        return due
+
+    def _interval_in_windows(self) -> int | None:
+        """Steps between validations, where they are counted over epochs: batches there are shares of full windows."""
+        trainer: Any = self._trainer
+        if trainer.check_val_every_n_epoch is not None or trainer._val_check_time_interval is not None:
+            return None
+        batches = trainer.val_check_batch
+        return None if batches is None or math.isinf(batches) else max(1, round(batches / self._size))
+
+    def _on_closed(self, stock: Callable[..., None], callback: ModelCheckpoint, *args: Any, **kwargs: Any) -> None:
+        """A checkpoint that falls due by time waits until the window has closed."""
+        if not self._loop._should_accumulate():
+            stock(callback, *args, **kwargs)
