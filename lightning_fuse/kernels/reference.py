@@ -15,10 +15,10 @@ from torch import Tensor
 from lightning_fuse.formats.format import Place
 from lightning_fuse.formats.master import canonical_nan
 from lightning_fuse.kernels.kernel import PARAM_DTYPES, Slot, StepKernel, Support, Work
-from lightning_fuse.rules.rule import UpdateRule
+from lightning_fuse.rules.rule import LayerwiseRule, UpdateRule
 
-SUM_ROW = 1024  # elements that one partial sum covers
-SUM_CHUNK = 1024 * SUM_ROW  # elements looked at together; bounds the float64 copy to 8 MiB
+SUM_PIECE = 1 << 16  # elements summed together; bounds the float64 copy to 512 KiB
+SUM_LANES = 32  # running sums of a piece
 
 
 class ReferenceKernel(StepKernel):
@@ -52,16 +52,8 @@ class ReferenceKernel(StepKernel):
     @torch.no_grad()
     def sum_of_squares(self, grads: Sequence[Tensor]) -> Tensor:
         """See ``StepKernel.sum_of_squares``."""
-        partials = [
-            _chunk_sum(chunk) for grad in grads if grad.numel() for chunk in grad.detach().reshape(-1).split(SUM_CHUNK)
-        ]
         device = grads[0].device if grads else torch.device("cpu")
-        if not partials:
-            return torch.zeros((), dtype=torch.float64, device=device)
-        total = partials[0]
-        for partial in partials[1:]:
-            total = total + partial
-        return total
+        return add_up([partial for grad in grads for partial in ordered_sum_of_squares(grad)], device)
 
 
 def float32_scalars(rule: UpdateRule, group: Mapping[str, Any], step: int) -> dict[str, float]:
@@ -89,6 +81,8 @@ def _step_parameter(work: Work, step: int, scalars: Mapping[str, float], factor:
         grad = -grad
     weight = slot.master.join(slot.param, slot.master_tensors)
     moments = tuple(stored.codec.decode(stored.tensors) for stored in slot.moments)
+    if isinstance(slot.rule, LayerwiseRule):
+        scalars = {**scalars, "trust": _trust(slot.rule, weight, grad, moments, scalars)}
     weight, moments = slot.rule.update(weight, grad, moments, scalars)
     if slot.master_tensors:
         weight = canonical_nan(weight)
@@ -100,14 +94,53 @@ def _step_parameter(work: Work, step: int, scalars: Mapping[str, float], factor:
     slot.step.fill_(step)
 
 
+def _trust(
+    rule: LayerwiseRule, weight: Tensor, grad: Tensor, moments: Sequence[Tensor], scalars: Mapping[str, float]
+) -> float:
+    """The trust ratio as a float32 number; the norms of one parameter are read on the host."""
+    norms = [
+        add_up(ordered_sum_of_squares(x), x.device).sqrt().item() for x in rule.measured(weight, grad, moments, scalars)
+    ]
+    return torch.tensor(rule.trust(norms[0], norms[1], scalars), dtype=torch.float64).to(torch.float32).item()
+
+
 def _overwrite(old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
     for target, source in zip(old, new, strict=True):
         target.copy_(source)
 
 
-def _chunk_sum(flat: Tensor) -> Tensor:
-    """Sums squares in rows of fixed length: torch splits work over rows, never inside one."""
-    squares = flat.to(torch.float64).square()
-    whole = flat.numel() // SUM_ROW * SUM_ROW
-    rows = squares[:whole].view(-1, SUM_ROW).sum(dim=1)
-    return rows.sum() + squares[whole:].sum()
+def ordered_sum_of_squares(tensor: Tensor) -> list[Tensor]:
+    """Sums squares in an order that does not depend on threads or vectors, so that other kernels can repeat it.
+
+    The elements, in the order in which they lie in memory, are cut into pieces of 65,536. A piece keeps 32 running sums
+    (element k goes to sum k mod 32; what is left over after the last 32 goes to one more), which are added pairwise:
+    the lower and the upper half, until one is left, and then the one more.
+
+    Args:
+        tensor: float32, bfloat16 or float16, any shape and layout.
+
+    Returns:
+        One float64 sum for each piece, 0-dimensional; to be added up one after the other.
+    """
+    order = sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d))
+    flat = tensor.detach().permute(order).reshape(-1)
+    return [_piece_sum(piece.to(torch.float64).square()) for piece in flat.split(SUM_PIECE) if piece.numel()]
+
+
+def _piece_sum(squares: Tensor) -> Tensor:
+    whole = squares.numel() // SUM_LANES * SUM_LANES
+    # A cumulative sum is the sequential one; torch's own sum would choose its order.
+    lanes = squares[:whole].view(-1, SUM_LANES).cumsum(dim=0)[-1] if whole else squares.new_zeros(SUM_LANES)
+    while lanes.numel() > 1:
+        half = lanes.numel() // 2
+        lanes = lanes[:half] + lanes[half:]
+    rest = squares[whole:].cumsum(dim=0)[-1] if whole < squares.numel() else squares.new_zeros(())
+    return lanes[0] + rest
+
+
+def add_up(partials: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Adds float64 numbers one after the other, from 0."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for partial in partials:
+        total = total + partial
+    return total

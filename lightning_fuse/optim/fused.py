@@ -34,9 +34,11 @@ class FusedOptimizer(Optimizer):
         grad_scale: Set by ``torch.amp.GradScaler`` around ``step``: the loss scale that gradients still carry.
         found_inf: Set by GradScaler or the step contract around ``step``: other than 0 skips the step.
         grad_factor: Set by the step contract around ``step``: what gradients are multiplied by.
+        known_names: Names for groups that are added without any; set where a module's optimizer was taken over.
     """
 
     grad_factor: Tensor | None = None
+    known_names: Mapping[Tensor, str] | None = None
 
     # GradScaler then neither unscales gradients in memory nor reads found_inf on the host.
     _step_supports_amp_scaling = True
@@ -52,6 +54,10 @@ class FusedOptimizer(Optimizer):
     @abstractmethod
     def _rule(self, group: Mapping[str, Any]) -> UpdateRule:
         """The update rule that a group's settings stand for."""
+
+    def _rule_of(self, group: Mapping[str, Any], p: Tensor) -> UpdateRule:
+        """The update rule of one parameter: its group's, unless a rule treats vectors in another way."""
+        return self._rule(group)
 
     @abstractmethod
     def _check_group(self, group: Mapping[str, Any]) -> None:
@@ -87,6 +93,11 @@ class FusedOptimizer(Optimizer):
             TypeError: A parameter is not a dense float32, bfloat16 or float16 tensor.
             ValueError: A hyperparameter cannot be used, a parameter is there twice, or a format is unknown.
         """
+        known = self.known_names
+        if known is not None and "param_names" not in param_group and isinstance(param_group.get("params"), list):
+            bare = [p for p in param_group["params"] if isinstance(p, Tensor)]
+            if len(bare) == len(param_group["params"]) and all(p in known for p in bare):
+                param_group["params"] = [(known[p], p) for p in bare]
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -199,7 +210,7 @@ class FusedOptimizer(Optimizer):
     def _requests(self, group: Mapping[str, Any], name: str, p: Tensor) -> list[Request]:
         fmt, shape = self._format(group, name, p), tuple(p.shape)
         wanted = [Request("step", (), torch.int64, p.device)]
-        for moment in self._rule(group).moments:
+        for moment in self._rule_of(group, p).moments:
             for part in fmt.codec(moment).parts(shape):
                 wanted.append(Request(moment.name + part.suffix, part.shape, part.dtype, p.device))
         for part in self._master(p).parts(shape):
@@ -234,7 +245,7 @@ class FusedOptimizer(Optimizer):
         return known[1]
 
     def _make_slot(self, group: Mapping[str, Any], name: str, p: Tensor, held: Mapping[str, Tensor]) -> Slot:
-        rule, fmt, master, shape = self._rule(group), self._format(group, name, p), self._master(p), tuple(p.shape)
+        rule, fmt, master, shape = self._rule_of(group, p), self._format(group, name, p), self._master(p), tuple(p.shape)
         moments = tuple(
             StoredMoment(m, fmt.codec(m), state_tensors(m, fmt.codec(m), held, shape)) for m in rule.moments
         )
@@ -251,10 +262,9 @@ class FusedOptimizer(Optimizer):
     def _follow_rules(self) -> None:
         """Drops slots whose group's settings stand for another rule now, for instance after momentum was set."""
         for group in self.param_groups:
-            rule = self._rule(group)
             for p in group["params"]:
                 known = self._slots.get(p)
-                if known is not None and known[1].rule is not rule:
+                if known is not None and known[1].rule is not self._rule_of(group, p):
                     del self._slots[p]
                     self._complete = False
 

@@ -65,7 +65,7 @@ def describe(optimizer: FusedOptimizer, packed: dict[str, Any]) -> dict[str, Any
     }
     packed[ENTRY] = {
         "format_version": FORMAT_VERSION,
-        "rules": [optimizer._rule(group).name for group, _, _ in members],
+        "rules": [optimizer._rule_of(group, p).name for group, _, p in members],
         "formats": [optimizer._format(group, name, p).name for group, name, p in members],
         "masters": [optimizer._master(p).name for _, _, p in members],
     }
@@ -152,7 +152,7 @@ def _from_ours(optimizer: FusedOptimizer, item: Incoming, about: Mapping[str, An
     """Checks one parameter's state of our own making against what this optimizer keeps, tensor by tensor."""
     position = item.index
     here = {
-        "rules": optimizer._rule(item.group).name,
+        "rules": optimizer._rule_of(item.group, item.param).name,
         "formats": optimizer._format(item.group, item.name, item.param).name,
         "masters": optimizer._master(item.param).name,
     }
@@ -186,7 +186,7 @@ def _from_ours(optimizer: FusedOptimizer, item: Incoming, about: Mapping[str, An
 
 def _from_torch(optimizer: FusedOptimizer, item: Incoming) -> dict[str, Tensor]:
     """Encodes the state of torch's optimizer of the same rule into the format that this one keeps."""
-    rule = optimizer._rule(item.group)
+    rule = optimizer._rule_of(item.group, item.param)
     if not item.state:
         return {}
     for moment in rule.moments:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_fuse.optim import FusedAdam, FusedAdamW, FusedOptimizer, FusedSGD
 from lightning_fuse.optim.fused import parameter_names
+from lightning_fuse.optim.groups import check_patterns
 from lightning_fuse.optim.selection import StateSpec
 from lightning_fuse.optim.settings import EXECUTION_KEYS
 from lightning_fuse.registry import unknown_name
@@ -21,6 +24,18 @@ SAME_RULE: dict[type[Optimizer], str] = {AdamW: "adamw_fused", Adam: "adam_fused
 AUTO = "auto"
 # Keys of torch's groups that our optimizers do not keep; "decoupled_weight_decay" has decided the class by then.
 LEFT_BEHIND = {*EXECUTION_KEYS, "decoupled_weight_decay", "params", "param_names"}
+
+HOOKS = [
+    f"_optimizer_{kind}_hooks"
+    for kind in (
+        "step_pre",
+        "step_post",
+        "state_dict_pre",
+        "state_dict_post",
+        "load_state_dict_pre",
+        "load_state_dict_post",
+    )
+]
 
 
 @dataclass(frozen=True)
@@ -54,11 +69,52 @@ class Wish:
         return {key: value for key, value in settings.items() if value is not None}
 
 
+class Adopter:
+    """Takes over the optimizers of one trainer, whatever number of fits it runs.
+
+    Args:
+        wish: What the optimizers should be.
+    """
+
+    def __init__(self, wish: Wish) -> None:
+        self.wish = wish
+        # A module may build its optimizer once and return it at every fit: it stays the same one, with its state.
+        self._made: WeakKeyDictionary[Optimizer, Optimizer] = WeakKeyDictionary()
+
+    def adopt(self, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]) -> list[Optimizer]:
+        """The optimizers that take the places of those that a module configured.
+
+        Args:
+            optimizers: The configured ones.
+            names: Names of the module's parameters.
+
+        Returns:
+            One for each, in order.
+
+        Raises:
+            ValueError: The wish cannot be had, or has no effect on any of them.
+        """
+        result = []
+        for old in optimizers:
+            wish = self.wish if len(optimizers) == 1 else _narrowed(self.wish, old, optimizers, names)
+            if self.wish.optimizer is None:
+                keep_execution(old)
+                result.append(old)
+            elif isinstance(old, FusedOptimizer):
+                _check_same(old, wish)
+                result.append(old)
+            else:
+                if old not in self._made:
+                    self._made[old] = adopt(old, wish, names)
+                result.append(self._made[old])
+        return result
+
+
 def adopt(old: Optimizer, wish: Wish, names: Mapping[Tensor, str]) -> Optimizer:
     """The optimizer that takes the place of one that a module configured.
 
-    Its groups are the same dict objects, so whoever still holds the old optimizer (a scheduler of an unknown kind, the
-    module) goes on driving the new one.
+    Its groups are the same dict objects, changed in place, so whoever still holds the old optimizer or its groups (a
+    scheduler of an unknown kind, the module) goes on driving the new one.
 
     Args:
         old: The configured optimizer.
@@ -66,28 +122,29 @@ def adopt(old: Optimizer, wish: Wish, names: Mapping[Tensor, str]) -> Optimizer:
         names: Names of the module's parameters.
 
     Returns:
-        A new optimizer, or ``old`` where nothing is to change.
+        The new optimizer, with the old one's state; the old one keeps its groups and nothing else.
 
     Raises:
-        ValueError: The wish cannot be had for this optimizer.
+        ValueError: The wish cannot be had for this optimizer, which is unchanged then.
     """
-    if wish.optimizer is None:
-        keep_execution(old)
-        return old
-    if isinstance(old, FusedOptimizer):
-        _check_same(old, wish)
-        return old
     cls = FUSED[_word(old, wish)]
-    groups = [_group(group, index, names) for index, group in enumerate(old.param_groups)]
     defaults = {key: value for key, value in old.defaults.items() if key in _arguments(cls)}
-    made = cls(groups, **defaults, **wish.choices())
-    for group in made.param_groups:
-        for key in LEFT_BEHIND - {"params", "param_names"}:
-            group.pop(key, None)
-    if old.state:
-        made.load_state_dict(old.state_dict())
-    for kind in ("step_pre", "step_post"):
-        getattr(made, f"_optimizer_{kind}_hooks").update(getattr(old, f"_optimizer_{kind}_hooks"))
+    state = old.state_dict() if old.state else None
+    before = [dict(group) for group in old.param_groups]
+    try:
+        for index, group in enumerate(old.param_groups):
+            _prepare(group, index, names)
+        made = cls(old.param_groups, **defaults, **wish.choices())
+        if state is not None:
+            made.load_state_dict(state)
+    except Exception:
+        for group, original in zip(old.param_groups, before, strict=True):
+            group.clear()
+            group.update(original)
+        raise
+    made.known_names = names
+    for kind in HOOKS:
+        getattr(made, kind).update(getattr(old, kind))
     old.state.clear()
     old.param_groups = made.param_groups
     return made
@@ -130,11 +187,40 @@ def _word(old: Optimizer, wish: Wish) -> str:
     return SAME_RULE[type(old)]
 
 
-def _group(group: Mapping[str, Any], index: int, names: Mapping[Tensor, str]) -> dict[str, Any]:
-    """A group for our optimizer, with names: the group's own, the module's, or its place for a foreign parameter."""
+def _prepare(group: dict[str, Any], index: int, names: Mapping[Tensor, str]) -> None:
+    """Makes a group ours, in place, with names: the module's, the group's own, or its place for a foreign parameter."""
     fallback = parameter_names(group, index)
     named = [(names.get(p, name), p) for name, p in zip(fallback, group["params"], strict=True)]
-    return {**{key: value for key, value in group.items() if key not in LEFT_BEHIND}, "params": named}
+    for key in LEFT_BEHIND:
+        group.pop(key, None)
+    group["params"] = named
+
+
+def _narrowed(wish: Wish, old: Optimizer, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]) -> Wish:
+    """What of a wish concerns one of several optimizers; a choice need not have an effect on each of them."""
+    state, master = wish.state, wish.master
+    if state is not None and not isinstance(state, str):
+        everywhere = [names.get(p, "") for other in optimizers for p in _params(other)]
+        check_patterns([entry[0] for entry in state if not isinstance(entry, str)], everywhere)
+        mine = [names.get(p, "") for p in _params(old)]
+        state = [entry for entry in state if isinstance(entry, str) or any(fnmatchcase(n, entry[0]) for n in mine)]
+    if any(_keeps_moments(other) for other in optimizers) and not _keeps_moments(old):
+        state = None
+    if any(_is_narrow(other) for other in optimizers) and not _is_narrow(old):
+        master = None
+    return replace(wish, state=state, master=master)
+
+
+def _params(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _keeps_moments(optimizer: Optimizer) -> bool:
+    return any(group.get("momentum") != 0.0 for group in optimizer.param_groups)
+
+
+def _is_narrow(optimizer: Optimizer) -> bool:
+    return any(p.dtype != torch.float32 for p in _params(optimizer))
 
 
 def _arguments(cls: type[FusedOptimizer]) -> set[str]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import LBFGS, Optimizer
 
-from lightning_fuse.plugins.adoption import Wish, adopt
+from lightning_fuse.plugins.adoption import Adopter, Wish
 from lightning_fuse.plugins.averaging import follow_applied_updates
 from lightning_fuse.plugins.hooks import ContractHooks
 from lightning_fuse.plugins.schedulers import follow_updates, rebind
@@ -63,6 +63,7 @@ class FusePrecision(Precision):
         self.inner = precision if isinstance(precision, Precision) else stock_precision(precision, device)
         self.contract = contract or StepContract(loss_scale=loss_scale_for(self.inner))
         self.wish = wish or Wish(optimizer=None)
+        self._adopter = Adopter(self.wish)
         self._module: LightningModule | None = None
         self._windows: LoopWindows | None = None
         self._open_gradients: dict[str, Tensor] = {}  # of a resumed open window, until training starts
@@ -117,19 +118,21 @@ class FusePrecision(Precision):
         Raises:
             ValueError: An optimizer cannot be taken over, or needs a closure that evaluates the model again.
         """
-        names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-        self._module = model if isinstance(model, LightningModule) else getattr(model, "module", None)
-        adopted = []
+        self._module = _unwrapped(model)
+        names: dict[Tensor, str] = {
+            p: name.replace("_orig_mod.", "") for name, p in (self._module or model).named_parameters()
+        }
         for old in optimizers:
             if isinstance(old, LBFGS):
                 raise ValueError(
                     "LBFGS evaluates the model several times in one step, which the step contract does not do; "
                     "train without Fuse, or with another optimizer"
                 )
-            new = adopt(old, self.wish, names)
+        adopted = self._adopter.adopt(optimizers, names)
+        for old, new in zip(optimizers, adopted, strict=True):
             if new is not old:
                 rebind(lr_schedulers, old, new)
-            adopted.append(new)
+        self.contract.abandon()
         self.contract.names = names
         self._join_loop()
         self._optimizers = adopted
@@ -181,7 +184,7 @@ class FusePrecision(Precision):
         trainer, automatic = model.trainer, model.automatic_optimization
         result = closure()
         window = trainer.accumulate_grad_batches if automatic else None
-        if automatic and self._watched(trainer, model):
+        if self._watched(trainer, model) and not self.contract.is_unscaled(optimizer):
             self.contract.unscale_(optimizer, window)
         self._folded_clip, self._folding = None, not is_overridden("configure_gradient_clipping", model)
         self._after_closure(model, optimizer)
@@ -346,14 +349,15 @@ def loss_scale_for(plugin: Precision, floor: float = 1.0, **settings: Any) -> Lo
     chosen = {key: value for key, value in settings.items() if value is not None}
     if scaler is None:
         return LossScale(floor=floor, **chosen)
-    given = {
-        "init_scale": scaler.get_scale(),
-        "growth_factor": scaler.get_growth_factor(),
-        "backoff_factor": scaler.get_backoff_factor(),
-        "growth_interval": scaler.get_growth_interval(),
-        **chosen,
-    }
-    return LossScale(floor=min(floor, given["init_scale"]), **given)
+    return LossScale.from_grad_scaler(scaler, floor, **chosen)
+
+
+def _unwrapped(model: Module) -> LightningModule | None:
+    """The LightningModule inside what a strategy made of it."""
+    inner: Any = model
+    while inner is not None and not isinstance(inner, LightningModule):
+        inner = getattr(inner, "module", None) or getattr(inner, "_orig_mod", None)
+    return inner
 
 
 def contract_of(trainer: Trainer) -> StepContract | None:

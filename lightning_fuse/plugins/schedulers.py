@@ -40,6 +40,10 @@ class UpdateFrequency(int):
         made._answered = -1
         return made
 
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        # A copy in another trainer or process has no contract to follow: it is the plain number.
+        return int, (int(self),)
+
     def __rmod__(self, batch_number: int) -> int:
         updates, last = self._contract.updates, self._contract.last
         due = last is not None and last.applied and updates % int(self) == 0 and updates != self._answered

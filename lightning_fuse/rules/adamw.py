@@ -87,11 +87,27 @@ def adam_update(
     Returns:
         The new parameter and the new moments.
     """
-    exp_avg, exp_avg_sq, *largest = moments
-    exp_avg = exp_avg * scalars["beta1"] + grad * scalars["one_minus_beta1"]
-    exp_avg_sq = exp_avg_sq * scalars["beta2"] + (grad * grad) * scalars["one_minus_beta2"]
+    exp_avg, exp_avg_sq = average(grad, moments[:2], scalars)
+    largest = list(moments[2:])
     largest = [torch.maximum(seen, exp_avg_sq) for seen in largest]
     under_root = largest[0] if largest else exp_avg_sq
     denominator = sqrt(under_root) * scalars["inv_sqrt_correction2"] + scalars["eps"]
     param = param - (exp_avg / denominator) * scalars["step_size"]
     return param, (exp_avg, exp_avg_sq, *largest)
+
+
+def average(grad: Tensor, moments: Sequence[Tensor], scalars: Mapping[str, float]) -> tuple[Tensor, Tensor]:
+    """Moves both running averages.
+
+    Args:
+        grad: float32, any shape.
+        moments: exp_avg and exp_avg_sq; float32.
+        scalars: See ``adam_scalars``.
+
+    Returns:
+        The new exp_avg and exp_avg_sq.
+    """
+    exp_avg, exp_avg_sq = moments
+    exp_avg = exp_avg * scalars["beta1"] + grad * scalars["one_minus_beta1"]
+    exp_avg_sq = exp_avg_sq * scalars["beta2"] + (grad * grad) * scalars["one_minus_beta2"]
+    return exp_avg, exp_avg_sq

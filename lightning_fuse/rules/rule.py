@@ -72,6 +72,37 @@ class UpdateRule(ABC):
         """
 
 
+class LayerwiseRule(UpdateRule):
+    """A rule that rescales each parameter's step by a *trust ratio* of two norms.
+
+    A kernel runs it in two phases: it measures, then calls ``update`` with the ratio as the scalar ``trust``. Norms are
+    over the whole, unsharded parameter, summed in float64.
+    """
+
+    @abstractmethod
+    def measured(
+        self, param: Tensor, grad: Tensor, moments: Sequence[Tensor], scalars: Mapping[str, float]
+    ) -> tuple[Tensor, Tensor]:
+        """What to take norms of; arguments as of ``update``.
+
+        Returns:
+            The parameter, and the tensor that its norm is compared with.
+        """
+
+    @abstractmethod
+    def trust(self, param_norm: float, other_norm: float, scalars: Mapping[str, float]) -> float:
+        """The trust ratio.
+
+        Args:
+            param_norm: L2 norm of the first measured tensor, float64.
+            other_norm: L2 norm of the second.
+            scalars: As of ``update``.
+
+        Returns:
+            float64; the kernel rounds it to float32 once. 1 where a norm is 0, so that nothing is stuck there.
+        """
+
+
 def power(base: float, exponent: int) -> float:
     """``base ** exponent`` by squaring: IEEE multiplications only, so that every device can repeat it bit for bit.
 

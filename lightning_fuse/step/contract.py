@@ -17,9 +17,10 @@ or ``clip_norm_`` was called; with others the gradients that were applied. A ski
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, Literal, get_args
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -27,8 +28,9 @@ from torch.optim import Optimizer
 
 from lightning_fuse.optim.fused import FusedOptimizer
 from lightning_fuse.registry import unknown_name
+from lightning_fuse.step.counters import RunCounters
 from lightning_fuse.step.loss_scale import LossScale
-from lightning_fuse.step.outcome import REASONS, Reason, StepOutcome
+from lightning_fuse.step.outcome import Reason, StepOutcome
 from lightning_fuse.step.verdict import check_max_norm, first_nonfinite, gradients, judge
 from lightning_fuse.step.window import AccumulationWindow, WindowPolicy
 
@@ -41,19 +43,11 @@ class NonFiniteGradientError(RuntimeError):
 
 @dataclass
 class _Looked:
-    """What is known of an optimizer whose gradients were unscaled in memory."""
+    """What is known of an optimizer whose gradients were unscaled in memory, from before anybody touched them."""
 
     found_inf: Tensor
-    grad_norm: Tensor | None = None
+    grad_norm: Tensor
     clip_coef: Tensor | None = None
-
-
-@dataclass
-class _Counters:
-    global_step: int = 0
-    updates: int = 0
-    streak: int = 0
-    skips: dict[str, int] = field(default_factory=lambda: {reason: 0 for reason in REASONS if reason != "ok"})
 
 
 class StepContract:
@@ -64,7 +58,12 @@ class StepContract:
         on_nonfinite: What to do where a gradient is infinite or NaN: "skip" the step, "raise", or "step" all the same.
         window: What a window with fewer micro-batches than planned stands for: "mean", "sum", "drop" or "carry"; see
             ``window.py``.
-        max_consecutive_skips: Longest run of nonfinite steps; one more raises. None for no limit.
+        max_consecutive_skips: Longest run of nonfinite steps of one optimizer; one more raises. None for no limit.
+
+    Attributes:
+        last: The outcome of the last step that was settled.
+        last_step_ms: Host time of the last optimizer step, verdict included, in milliseconds.
+        names: Names of parameters, for messages about optimizers that were given none.
 
     Raises:
         ValueError: A choice is unknown.
@@ -87,28 +86,25 @@ class StepContract:
         self.window = AccumulationWindow(window)
         self.max_consecutive_skips = max_consecutive_skips
         self.last: StepOutcome | None = None
-        self.last_step_ms: float | None = None  # host time of the last optimizer step, verdict included
-        self.names: dict[Tensor, str] = {}  # for messages about optimizers that were given no names
-        self._counters = _Counters()
-        self._vetoed = False
-        self._looked: dict[int, _Looked] = {}
-        self._pending: list[StepOutcome] = []
-        self._overflow: Tensor | None = None
+        self.last_step_ms: float | None = None
+        self.names: dict[Tensor, str] = {}
+        self.counters = RunCounters()
+        self.abandon()
 
     @property
     def global_step(self) -> int:
         """Optimizer steps of the run, skipped ones included."""
-        return self._counters.global_step
+        return self.counters.global_step
 
     @property
     def updates(self) -> int:
         """Applied optimizer steps of the run."""
-        return self._counters.updates
+        return self.counters.updates
 
     @property
     def skips(self) -> dict[str, int]:
         """Skipped steps by reason."""
-        return dict(self._counters.skips)
+        return dict(self.counters.skips)
 
     @property
     def contributions(self) -> int:
@@ -136,13 +132,23 @@ class StepContract:
         """Skips the next step, with the reason "user"; no counter of state moves."""
         self._vetoed = True
 
+    def abandon(self) -> None:
+        """Forgets the window and the training step under way: their gradients will not be applied."""
+        self.window.close()
+        self._vetoed = False
+        self._looked: WeakKeyDictionary[Optimizer, _Looked] = WeakKeyDictionary()
+        self._pending: list[StepOutcome] = []
+        self._overflow: Tensor | None = None
+
     def is_unscaled(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer's gradients have been unscaled in memory since its last step."""
-        return id(optimizer) in self._looked
+        return optimizer in self._looked
 
     @torch.no_grad()
     def unscale_(self, optimizer: Optimizer, window: int | None = None) -> None:
         """Unscales an optimizer's gradients in memory, for code that wants to look at them before the step.
+
+        What is not finite now skips the step even if the gradients are repaired afterwards, with and without a scale.
 
         Args:
             optimizer: Whose gradients.
@@ -151,7 +157,7 @@ class StepContract:
         Raises:
             RuntimeError: They have been unscaled since the last step.
         """
-        if id(optimizer) in self._looked:
+        if optimizer in self._looked:
             raise RuntimeError(
                 "the gradients of this optimizer are unscaled already: unscale once per step, "
                 "before the first look at them"
@@ -160,11 +166,10 @@ class StepContract:
         if not grads:
             return
         factor = self._factor(grads[0].device, window)
-        found_inf = torch.zeros((), dtype=torch.float32, device=grads[0].device)
+        verdict = judge(grads, _one(grads[0].device) if factor is None else factor)
         if factor is not None:
-            found_inf = judge(grads, factor).found_inf
             torch._foreach_mul_(grads, factor)
-        self._looked[id(optimizer)] = _Looked(found_inf)
+        self._looked[optimizer] = _Looked(verdict.found_inf, verdict.grad_norm)
 
     @torch.no_grad()
     def clip_norm_(self, optimizer: Optimizer, max_norm: float, window: int | None = None) -> None:
@@ -182,13 +187,11 @@ class StepContract:
         grads = gradients(optimizer)
         if not grads:
             return
-        if id(optimizer) not in self._looked:
+        if optimizer not in self._looked:
             self.unscale_(optimizer, window)
-        verdict = judge(grads, _one(grads[0].device))
-        coef = verdict.clip_coef(max_norm)
+        coef = judge(grads, _one(grads[0].device)).clip_coef(max_norm)
         torch._foreach_mul_(grads, coef)
-        looked = self._looked[id(optimizer)]
-        looked.grad_norm = verdict.grad_norm if looked.grad_norm is None else looked.grad_norm
+        looked = self._looked[optimizer]
         looked.clip_coef = coef if looked.clip_coef is None else looked.clip_coef * coef
 
     @torch.no_grad()
@@ -213,21 +216,24 @@ class StepContract:
 
         Raises:
             NonFiniteGradientError: A gradient is not finite and the policy is "raise", or too many steps in a row were
-                skipped. Nothing has been written then.
+                skipped. Nothing has been written then, and the window is abandoned.
             ValueError: ``clip_norm`` is not a finite number > 0.
         """
         started = perf_counter()
         if clip_norm is not None:
             check_max_norm(clip_norm)
         grads = gradients(optimizer)
-        looked = self._looked.pop(id(optimizer), None)
+        looked = self._looked.pop(optimizer, None)
         if self._vetoed:
             self._vetoed = False
-            self._skip("user", index)
+            self._file("user", index, where)
         elif not grads or (window is not None and self.window.count == 0):
-            self._skip("no_grad", index)
+            self._file("no_grad", index, where)
         else:
             self._judge_and_step(optimizer, grads, looked, clip_norm, window, index, where)
+        if window is None:
+            # The caller's own windows: the next one starts with the next backward.
+            self.window.close()
         self.last_step_ms = (perf_counter() - started) * 1e3
 
     def settle(self) -> list[StepOutcome]:
@@ -249,13 +255,9 @@ class StepContract:
         return outcomes
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters and loss scale as plain data."""
-        counters = self._counters
+        """Counters, loss scale and open window as plain data."""
         return {
-            "global_step": counters.global_step,
-            "updates": counters.updates,
-            "streak": counters.streak,
-            "skips": dict(counters.skips),
+            "counters": self.counters.state_dict(),
             "window": self.window.state_dict(),
             "loss_scale": None if self.loss_scale is None else self.loss_scale.state_dict(),
         }
@@ -266,7 +268,8 @@ class StepContract:
         Args:
             steps: Optimizer steps of the run so far.
         """
-        self._counters = _Counters(global_step=steps, updates=steps)
+        self.counters = RunCounters()
+        self.counters.global_step = self.counters.updates = steps
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues where ``state_dict`` was taken; a loss scale is kept where only one side has one.
@@ -274,10 +277,7 @@ class StepContract:
         Args:
             state: What ``state_dict`` returned.
         """
-        counters = self._counters
-        counters.global_step, counters.updates = int(state["global_step"]), int(state["updates"])
-        counters.streak = int(state["streak"])
-        counters.skips.update({reason: int(count) for reason, count in state["skips"].items()})
+        self.counters.load_state_dict(state["counters"])
         self.window.load_state_dict(state["window"])
         if self.loss_scale is not None and state["loss_scale"] is not None:
             self.loss_scale.load_state_dict(state["loss_scale"])
@@ -299,29 +299,21 @@ class StepContract:
         verdict = judge(grads, factor)
         found_inf, grad_norm, coef = verdict.found_inf, verdict.grad_norm, None
         if looked is not None:
-            # What overflowed before somebody looked stays an overflow, whatever was done to the gradients since.
             found_inf = torch.maximum(found_inf, looked.found_inf)
-            grad_norm = grad_norm if looked.grad_norm is None else looked.grad_norm
-            coef = looked.clip_coef
+            grad_norm, coef = looked.grad_norm, looked.clip_coef
         if clip_norm is not None:
             now = verdict.clip_coef(clip_norm)
             factor = factor * now
             coef = now if coef is None else coef * now
         bad = bool(found_inf)
-        if bad and self.on_nonfinite == "raise":
-            raise NonFiniteGradientError(
-                f"a gradient is not finite{_at(where)}: first in {first_nonfinite(optimizer, self.names)}; "
-                'nothing was written. Use on_nonfinite="skip" to leave such steps out'
-            )
-        self._overflow = found_inf if self._overflow is None else torch.maximum(self._overflow, found_inf)
         applied = not bad or self.on_nonfinite == "step"
+        if bad:
+            self._check_policy(optimizer, index, where)
+        self._overflow = found_inf if self._overflow is None else torch.maximum(self._overflow, found_inf)
         if applied:
             self._apply(optimizer, grads, None if factor is one else factor)
-        else:
-            self._check_streak(optimizer, where)
-        self._count("ok" if applied else "nonfinite", applied)
         clip_coef = 1.0 if coef is None else float(coef)
-        self._file(index, "ok" if applied else "nonfinite", applied, float(grad_norm), clip_coef)
+        self._file("nonfinite" if bad else "ok", index, where, applied, float(grad_norm), clip_coef)
 
     def _apply(self, optimizer: Optimizer, grads: list[Tensor], factor: Tensor | None) -> None:
         if isinstance(optimizer, FusedOptimizer):
@@ -343,45 +335,53 @@ class StepContract:
             factor = share if factor is None else factor * share
         return neutral if factor is None else factor
 
-    def _skip(self, reason: Reason, index: int) -> None:
-        self._count(reason, False)
-        self._file(index, reason, False, None, 1.0)
-
-    def _count(self, reason: Reason, applied: bool) -> None:
-        counters = self._counters
-        counters.global_step += 1
-        if applied:
-            counters.updates += 1
-            counters.streak = 0
-        else:
-            counters.skips[reason] += 1
-            counters.streak += reason == "nonfinite"
-
-    def _file(self, index: int, reason: Reason, applied: bool, grad_norm: float | None, clip_coef: float) -> None:
+    def _file(
+        self,
+        reason: Reason,
+        index: int,
+        where: str,
+        applied: bool = False,
+        grad_norm: float | None = None,
+        clip_coef: float = 1.0,
+    ) -> None:
+        self.counters.count(reason, applied, index, where)
         scale = None if self.loss_scale is None else self.loss_scale.value
-        counters = self._counters
         self._pending.append(
             StepOutcome(
-                counters.global_step, counters.updates, applied, reason, grad_norm, clip_coef, scale, scale,
-                self.window.count, index,
+                global_step=self.counters.global_step,
+                update=self.counters.updates,
+                applied=applied,
+                reason=reason,
+                grad_norm=grad_norm,
+                clip_coef=clip_coef,
+                loss_scale_before=scale,
+                loss_scale_after=scale,
+                window_size=self.window.count,
+                optimizer=index,
             )
-        )  # fmt: skip
+        )
 
-    def _check_streak(self, optimizer: Optimizer, where: str) -> None:
-        limit, streak = self.max_consecutive_skips, self._counters.streak
-        if limit is not None and streak >= limit:
-            first = self._counters.global_step + 1 - streak
+    def _check_policy(self, optimizer: Optimizer, index: int, where: str) -> None:
+        """Raises where the policy or the limit on skips says so, before anything is written."""
+        at = f" at {where}" if where else ""
+        streak, limit = self.counters.streak(index), self.max_consecutive_skips
+        if self.on_nonfinite == "raise":
+            offender = first_nonfinite(optimizer, self.names)
+            self.abandon()
             raise NonFiniteGradientError(
-                f"{streak + 1} steps in a row had gradients that are not finite (steps {first} to "
-                f"{self._counters.global_step + 1}{_at(where)}): first in {first_nonfinite(optimizer, self.names)}. "
-                "The weights are those before the first of them. Lower the learning rate, look at these batches, "
-                f"or allow more with max_consecutive_skips (now {limit})"
+                f"a gradient is not finite{at}: first in {offender}; "
+                'nothing was written. Use on_nonfinite="skip" to leave such steps out'
+            )
+        if self.on_nonfinite == "skip" and limit is not None and len(streak) >= limit:
+            offender = first_nonfinite(optimizer, self.names)
+            self.abandon()
+            raise NonFiniteGradientError(
+                f"{len(streak) + 1} steps in a row had gradients that are not finite, from {streak[0]} to "
+                f"{where or f'step {self.counters.global_step + 1}'}: now first in {offender}. The weights are those "
+                "before the first of them. Lower the learning rate, look at these batches, or allow more with "
+                f"max_consecutive_skips (now {limit})"
             )
 
 
 def _one(device: torch.device) -> Tensor:
     return torch.ones((), dtype=torch.float32, device=device)
-
-
-def _at(where: str) -> str:
-    return f" at {where}" if where else ""

@@ -58,23 +58,25 @@ class LossScale:
         self._growth_tracker = torch.tensor(0, dtype=torch.int32)
 
     @classmethod
-    def from_grad_scaler(cls, scaler: torch.amp.GradScaler, floor: float = 1.0) -> LossScale:
+    def from_grad_scaler(cls, scaler: torch.amp.GradScaler, floor: float = 1.0, **settings: Any) -> LossScale:
         """Takes over the settings and the state of a torch GradScaler.
 
         Args:
             scaler: The scaler; not changed.
-            floor: See the class; lowered to the scaler's own scale where that is smaller.
+            floor: See the class; lowered to the scale where that is smaller.
+            **settings: Arguments of the class that win over the scaler's.
 
         Returns:
             A loss scale that continues where the scaler stands.
         """
-        made = cls(
-            scaler.get_scale(),
-            scaler.get_growth_factor(),
-            scaler.get_backoff_factor(),
-            scaler.get_growth_interval(),
-            floor=min(floor, scaler.get_scale()),
-        )
+        arguments = {
+            "init_scale": scaler.get_scale(),
+            "growth_factor": scaler.get_growth_factor(),
+            "backoff_factor": scaler.get_backoff_factor(),
+            "growth_interval": scaler.get_growth_interval(),
+            **settings,
+        }
+        made = cls(**arguments, floor=min(floor, arguments["init_scale"]))
         made._growth_tracker.fill_(scaler._get_growth_tracker())
         return made
 

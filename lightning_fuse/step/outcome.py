@@ -17,7 +17,8 @@ class StepOutcome:
         global_step: Optimizer steps of the run up to and with this one, skipped ones included; the first is 1.
         update: Applied steps of the run up to and with this one.
         applied: Whether parameters were updated.
-        reason: "ok"; "nonfinite": a gradient was infinite or NaN; "no_grad": there was no gradient; "user": vetoed.
+        reason: "ok"; "nonfinite": a gradient was infinite or NaN (applied all the same under
+            ``on_nonfinite="step"``); "no_grad": there was no gradient; "user": vetoed.
         grad_norm: Global L2 norm of the unscaled gradients before clipping; None without gradients. Infinite or NaN
             where a gradient was.
         clip_coef: What clipping multiplied the gradients by; 1 where nothing was clipped.

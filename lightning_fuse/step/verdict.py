@@ -59,8 +59,9 @@ def judge(grads: Sequence[Tensor], factor: Tensor) -> Verdict:
 
 
 def gradients(optimizer: Optimizer) -> list[Tensor]:
-    """The gradients that the optimizer's parameters have, in the order of its groups."""
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    """The gradients that the optimizer's parameters have, in the order of its groups; of sparse ones their values."""
+    present = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return [_values(p) if p.grad.is_sparse else p.grad for p in present]
 
 
 def first_nonfinite(optimizer: Optimizer, names: dict[Tensor, str] | None = None) -> str:
@@ -79,6 +80,13 @@ def first_nonfinite(optimizer: Optimizer, names: dict[Tensor, str] | None = None
             if bad:
                 return f"{name} ({bad} of {p.grad.numel()} elements)"
     return "no single parameter"
+
+
+def _values(p: Tensor) -> Tensor:
+    """The values of a sparse gradient, in place; an index that is there twice counts once, with the sum."""
+    if not p.grad.is_coalesced():  # type: ignore[union-attr]
+        p.grad = p.grad.coalesce()  # type: ignore[union-attr]
+    return p.grad._values()  # type: ignore[union-attr]
 
 
 def _named(optimizer: Optimizer, names: dict[Tensor, str]) -> Iterable[tuple[Tensor, str]]:

@@ -1,0 +1,62 @@
+"""What a run has counted: steps, updates, skips by reason, and the streaks of bad steps of each optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_fuse.step.outcome import REASONS, Reason
+
+
+class RunCounters:
+    """Counts of one run; they go into its checkpoints.
+
+    Attributes:
+        global_step: Optimizer steps, skipped ones included.
+        updates: Applied ones.
+        skips: Skipped ones by reason.
+    """
+
+    def __init__(self) -> None:
+        self.global_step = 0
+        self.updates = 0
+        self.skips: dict[str, int] = {reason: 0 for reason in REASONS if reason != "ok"}
+        # Optimizer -> where each nonfinite step since its last applied one was.
+        self._streaks: dict[int, list[str]] = {}
+
+    def count(self, reason: Reason, applied: bool, optimizer: int, where: str) -> None:
+        """Counts one step.
+
+        Args:
+            reason: Its outcome.
+            applied: Whether parameters were updated.
+            optimizer: The optimizer's index.
+            where: Where in the run it was.
+        """
+        self.global_step += 1
+        if applied:
+            self.updates += 1
+            self._streaks.pop(optimizer, None)
+        else:
+            self.skips[reason] += 1
+            if reason == "nonfinite":
+                self._streaks.setdefault(optimizer, []).append(where or f"step {self.global_step}")
+
+    def streak(self, optimizer: int) -> list[str]:
+        """Where the nonfinite steps of an optimizer since its last applied one were."""
+        return self._streaks.get(optimizer, [])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts as plain data."""
+        return {
+            "global_step": self.global_step,
+            "updates": self.updates,
+            "skips": dict(self.skips),
+            "streaks": {optimizer: list(places) for optimizer, places in self._streaks.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from counts that ``state_dict`` gave."""
+        self.global_step, self.updates = int(state["global_step"]), int(state["updates"])
+        self.skips.update({reason: int(count) for reason, count in state["skips"].items()})
+        self._streaks = {int(optimizer): list(places) for optimizer, places in state["streaks"].items()}
