@@ -109,6 +109,16 @@ class Fuse(Callback):
                     f"master {optimizer.master}, kernel {optimizer.kernel_name}"
                 )
 
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Reads outcomes that were left on a GPU, where they may be the last that are wanted."""
+        plugin = trainer.precision_plugin
+        if self._max_updates is None or not isinstance(plugin, FusePrecision):
+            return
+        if plugin.contract.updates + plugin.contract.in_flight >= self._max_updates:
+            plugin.catch_up()
+
     def on_step_outcome(self, trainer: Trainer, pl_module: LightningModule, outcome: StepOutcome) -> None:
         """Ends training after ``max_updates`` applied updates."""
         if self._max_updates is not None and outcome.update >= self._max_updates:

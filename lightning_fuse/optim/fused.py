@@ -38,6 +38,7 @@ class FusedOptimizer(Optimizer):
     """
 
     grad_factor: Tensor | None = None
+    found_inf: Tensor | None = None
     known_names: Mapping[Tensor, str] | None = None
 
     # GradScaler then neither unscales gradients in memory nor reads found_inf on the host.
@@ -131,7 +132,7 @@ class FusedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.apply(self._factor(), getattr(self, "found_inf", None))
+        self.apply(self._factor(), self.found_inf)
         return loss
 
     def apply(self, factor: Tensor | None, found_inf: Tensor | None) -> None:

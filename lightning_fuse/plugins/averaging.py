@@ -19,12 +19,13 @@ from lightning_fuse.step import StepContract
 _SHOWING = ("on_validation_epoch_start", "on_validation_epoch_end", "on_train_end", "on_save_checkpoint")
 
 
-def follow_applied_updates(trainer: Trainer, contract: StepContract) -> None:
+def follow_applied_updates(trainer: Trainer, contract: StepContract, catch_up: Callable[[], None]) -> None:
     """Gates the weight-averaging callbacks of a trainer; once per fit.
 
     Args:
         trainer: The trainer.
         contract: Whose outcomes they follow.
+        catch_up: Reads outcomes that were left on a GPU: an average cannot be taken before it is known of what.
     """
     try:
         from lightning.pytorch.callbacks import WeightAveraging
@@ -33,7 +34,7 @@ def follow_applied_updates(trainer: Trainer, contract: StepContract) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, WeightAveraging) and "should_update" not in vars(callback):
             stock = type(callback).should_update
-            callback.should_update = partial(_should_update, stock, callback, contract)  # type: ignore[method-assign]
+            callback.should_update = partial(_should_update, stock, callback, contract, catch_up)  # type: ignore[method-assign]
             for hook in _SHOWING:
                 setattr(callback, hook, partial(_show, getattr(type(callback), hook), callback))
 
@@ -42,11 +43,14 @@ def _should_update(
     stock: Callable[..., bool],
     callback: Callback,
     contract: StepContract,
+    catch_up: Callable[[], None],
     step_idx: int | None = None,
     epoch_idx: int | None = None,
 ) -> bool:
-    if step_idx is not None and not (contract.last is not None and contract.last.applied):
-        return False
+    if step_idx is not None:
+        catch_up()
+        if contract.last is None or not contract.last.applied:
+            return False
     return stock(callback, step_idx=step_idx, epoch_idx=epoch_idx)
 
 

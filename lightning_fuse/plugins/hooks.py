@@ -41,6 +41,19 @@ class ContractHooks(Callback):
         if not pl_module.automatic_optimization:
             self.plugin.settle(trainer, pl_module)
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Validation sees the counts of all steps before it."""
+        self.plugin.catch_up()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing; but asked first when a checkpoint is made, so that all that follows holds the counts of all steps."""
+        self.plugin.catch_up()
+        return {}
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The end of training sees the counts of all steps."""
+        self.plugin.catch_up()
+
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Carries an open window into the next epoch, where the policy says so."""
         self.plugin.end_epoch()

@@ -183,6 +183,8 @@ class FusePrecision(Precision):
             optimizer = optimizer.optimizer
         trainer, automatic = model.trainer, model.automatic_optimization
         result = closure()
+        # On a GPU what the last step did is known by now; schedulers that follow it must move before this step.
+        self.catch_up()
         window = trainer.accumulate_grad_batches if automatic else None
         if self._watched(trainer, model) and not self.contract.is_unscaled(optimizer):
             self.contract.unscale_(optimizer, window)
@@ -207,8 +209,19 @@ class FusePrecision(Precision):
             trainer: The trainer, whose callbacks are told.
             model: The module, which is told too.
         """
-        for outcome in self.contract.settle():
-            self._tell(trainer, model, outcome)
+        self._tell_all(trainer, model, self.contract.settle())
+
+    def catch_up(self) -> None:
+        """Tells outcomes that were left on a GPU, and lets schedulers follow them; nothing is left on a CPU."""
+        model = self._module
+        if model is None or not self.contract.in_flight:
+            return
+        trainer = model.trainer
+        self._tell_all(trainer, model, self.contract.collect())
+        if model.automatic_optimization:
+            # Lightning asked its schedulers when the outcome was not known yet.
+            for plateau in (False, True):
+                trainer.fit_loop.epoch_loop._update_learning_rates("step", update_plateau_schedulers=plateau)
 
     def clip_gradients(
         self,
@@ -278,7 +291,7 @@ class FusePrecision(Precision):
             self._windows = LoopWindows(trainer, self.contract)
             self._windows.carried = carried
             self._windows.install()
-        follow_applied_updates(trainer, self.contract)
+        follow_applied_updates(trainer, self.contract, self.catch_up)
         callbacks = cast(list[Callback], trainer.callbacks)  # type: ignore[attr-defined]
         if not any(isinstance(callback, ContractHooks) for callback in callbacks):
             callbacks.insert(0, ContractHooks(self))
@@ -301,11 +314,12 @@ class FusePrecision(Precision):
     def _index(self, optimizer: Optimizer) -> int:
         return next((i for i, known in enumerate(self._optimizers) if known is optimizer), 0)
 
-    def _tell(self, trainer: Trainer, model: LightningModule, outcome: StepOutcome) -> None:
-        for listener in [*getattr(trainer, "callbacks", []), model]:
-            hook = getattr(listener, OUTCOME_HOOK, None)
-            if hook is not None:
-                hook(trainer, model, outcome)
+    def _tell_all(self, trainer: Trainer, model: LightningModule, outcomes: list[StepOutcome]) -> None:
+        for outcome in outcomes:
+            for listener in [*getattr(trainer, "callbacks", []), model]:
+                hook = getattr(listener, OUTCOME_HOOK, None)
+                if hook is not None:
+                    hook(trainer, model, outcome)
 
 
 def stock_precision(word: str, device: str) -> Precision:

@@ -10,6 +10,10 @@ Use, in a plain loop or behind a framework::
     contract.step(optimizer, clip_norm=1.0, window=4)             for every optimizer
     outcomes = contract.settle()                                  once: the loss scale moves here
 
+On a CPU ``settle`` tells what the steps did. On a GPU nothing is asked of the device: outcomes come one step later,
+from the next ``settle`` or, before a step whose learning rate depends on them, from ``collect``. A policy of "raise",
+or an optimizer that is not ours, has to know before it may step, and waits.
+
 What ``.grad`` holds afterwards: with our optimizers what backward left, still scaled and unclipped, unless ``unscale_``
 or ``clip_norm_`` was called; with others the gradients that were applied. A skip leaves it likewise.
 """
@@ -17,10 +21,8 @@ or ``clip_norm_`` was called; with others the gradients that were applied. A ski
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, Literal, get_args
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -28,9 +30,11 @@ from torch.optim import Optimizer
 
 from lightning_fuse.optim.fused import FusedOptimizer
 from lightning_fuse.registry import unknown_name
-from lightning_fuse.step.counters import RunCounters
+from lightning_fuse.step.counters import RunCounters, too_many_skips
+from lightning_fuse.step.looks import Look, Looks, one
 from lightning_fuse.step.loss_scale import LossScale
 from lightning_fuse.step.outcome import Reason, StepOutcome
+from lightning_fuse.step.report import StepReport
 from lightning_fuse.step.verdict import check_max_norm, first_nonfinite, gradients, judge
 from lightning_fuse.step.window import AccumulationWindow, WindowPolicy
 
@@ -39,15 +43,6 @@ OnNonfinite = Literal["skip", "raise", "step"]
 
 class NonFiniteGradientError(RuntimeError):
     """A gradient is infinite or NaN and the policy is to stop; raised before anything is written."""
-
-
-@dataclass
-class _Looked:
-    """What is known of an optimizer whose gradients were unscaled in memory, from before anybody touched them."""
-
-    found_inf: Tensor
-    grad_norm: Tensor
-    clip_coef: Tensor | None = None
 
 
 class StepContract:
@@ -59,6 +54,7 @@ class StepContract:
         window: What a window with fewer micro-batches than planned stands for: "mean", "sum", "drop" or "carry"; see
             ``window.py``.
         max_consecutive_skips: Longest run of nonfinite steps of one optimizer; one more raises. None for no limit.
+        deferred: Whether outcomes are read one step later; None: where gradients are on a GPU.
 
     Attributes:
         last: The outcome of the last step that was settled.
@@ -76,6 +72,7 @@ class StepContract:
         on_nonfinite: OnNonfinite = "skip",
         window: WindowPolicy = "mean",
         max_consecutive_skips: int | None = 50,
+        deferred: bool | None = None,
     ) -> None:
         if on_nonfinite not in get_args(OnNonfinite):
             raise ValueError(unknown_name("on_nonfinite", on_nonfinite, get_args(OnNonfinite)))
@@ -85,6 +82,7 @@ class StepContract:
         self.on_nonfinite = on_nonfinite
         self.window = AccumulationWindow(window)
         self.max_consecutive_skips = max_consecutive_skips
+        self.deferred = deferred
         self.last: StepOutcome | None = None
         self.last_step_ms: float | None = None
         self.names: dict[Tensor, str] = {}
@@ -111,6 +109,11 @@ class StepContract:
         """Micro-batches whose gradients the open window holds."""
         return self.window.count
 
+    @property
+    def in_flight(self) -> int:
+        """Steps that have ended and whose outcome nobody has read yet; always 0 on a CPU."""
+        return len(self._sealed)
+
     def scale(self, loss: Tensor) -> Tensor:
         """The loss to call ``backward`` on.
 
@@ -136,13 +139,14 @@ class StepContract:
         """Forgets the window and the training step under way: their gradients will not be applied."""
         self.window.close()
         self._vetoed = False
-        self._looked: WeakKeyDictionary[Optimizer, _Looked] = WeakKeyDictionary()
-        self._pending: list[StepOutcome] = []
+        self._looks = Looks()
+        self._pending: list[StepReport] = []  # of the training step under way
+        self._sealed: list[StepReport] = []  # of ended ones, not read yet
         self._overflow: Tensor | None = None
 
     def is_unscaled(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer's gradients have been unscaled in memory since its last step."""
-        return optimizer in self._looked
+        return optimizer in self._looks
 
     @torch.no_grad()
     def unscale_(self, optimizer: Optimizer, window: int | None = None) -> None:
@@ -157,19 +161,9 @@ class StepContract:
         Raises:
             RuntimeError: They have been unscaled since the last step.
         """
-        if optimizer in self._looked:
-            raise RuntimeError(
-                "the gradients of this optimizer are unscaled already: unscale once per step, "
-                "before the first look at them"
-            )
         grads = gradients(optimizer)
-        if not grads:
-            return
-        factor = self._factor(grads[0].device, window)
-        verdict = judge(grads, _one(grads[0].device) if factor is None else factor)
-        if factor is not None:
-            torch._foreach_mul_(grads, factor)
-        self._looked[optimizer] = _Looked(verdict.found_inf, verdict.grad_norm)
+        if grads:
+            self._looks.unscale(optimizer, self._factor(grads[0].device, window))
 
     @torch.no_grad()
     def clip_norm_(self, optimizer: Optimizer, max_norm: float, window: int | None = None) -> None:
@@ -184,15 +178,10 @@ class StepContract:
             ValueError: ``max_norm`` is not a finite number > 0.
         """
         check_max_norm(max_norm)
-        grads = gradients(optimizer)
-        if not grads:
-            return
-        if optimizer not in self._looked:
-            self.unscale_(optimizer, window)
-        coef = judge(grads, _one(grads[0].device)).clip_coef(max_norm)
-        torch._foreach_mul_(grads, coef)
-        looked = self._looked[optimizer]
-        looked.clip_coef = coef if looked.clip_coef is None else looked.clip_coef * coef
+        if gradients(optimizer):
+            if optimizer not in self._looks:
+                self.unscale_(optimizer, window)
+            self._looks.clip_norm(optimizer, max_norm)
 
     @torch.no_grad()
     def step(
@@ -223,14 +212,14 @@ class StepContract:
         if clip_norm is not None:
             check_max_norm(clip_norm)
         grads = gradients(optimizer)
-        looked = self._looked.pop(optimizer, None)
+        look = self._looks.take(optimizer)
         if self._vetoed:
             self._vetoed = False
-            self._file("user", index, where)
+            self._report(index, where, "user")
         elif not grads or (window is not None and self.window.count == 0):
-            self._file("no_grad", index, where)
+            self._report(index, where, "no_grad")
         else:
-            self._judge_and_step(optimizer, grads, looked, clip_norm, window, index, where)
+            self._judge_and_step(optimizer, grads, look, clip_norm, window, index, where)
         if window is None:
             # The caller's own windows: the next one starts with the next backward.
             self.window.close()
@@ -240,16 +229,35 @@ class StepContract:
         """Ends a training step: the loss scale moves once, whatever number of optimizers stepped.
 
         Returns:
-            One outcome for each ``step`` since the last call, in order.
+            One outcome for each ``step`` since the last call, in order; on a GPU those of the training step before.
+
+        Raises:
+            NonFiniteGradientError: See ``collect``.
         """
+        known = self.collect()
         pending, self._pending = self._pending, []
         if self.loss_scale is not None and self._overflow is not None:
             self.loss_scale.move(self._overflow)
         self._overflow = None
         if pending:
             self.window.close()
-        after = None if self.loss_scale is None else self.loss_scale.value
-        outcomes = [replace(outcome, loss_scale_after=after) for outcome in pending]
+        after = None if self.loss_scale is None else self.loss_scale.tensor()
+        for report in pending:
+            report.seal(after)
+        self._sealed = pending
+        return known if any(self._is_deferred(report) for report in pending) else known + self.collect()
+
+    def collect(self) -> list[StepOutcome]:
+        """Reads what ended training steps did, as far as nobody has yet; waits for the device if it has to.
+
+        Returns:
+            One outcome for each of their steps, in order.
+
+        Raises:
+            NonFiniteGradientError: On a GPU: too many steps in a row were skipped.
+        """
+        sealed, self._sealed = self._sealed, []
+        outcomes = [self._outcome(report) for report in sealed]
         if outcomes:
             self.last = outcomes[-1]
         return outcomes
@@ -288,44 +296,53 @@ class StepContract:
         self,
         optimizer: Optimizer,
         grads: list[Tensor],
-        looked: _Looked | None,
+        look: Look | None,
         clip_norm: float | None,
         window: int | None,
         index: int,
         where: str,
     ) -> None:
-        one = _one(grads[0].device)
-        factor = one if looked is not None else self._factor(grads[0].device, window, one)
+        neutral = one(grads[0].device)
+        factor = neutral if look is not None else self._factor(grads[0].device, window, neutral)
         verdict = judge(grads, factor)
         found_inf, grad_norm, coef = verdict.found_inf, verdict.grad_norm, None
-        if looked is not None:
-            found_inf = torch.maximum(found_inf, looked.found_inf)
-            grad_norm, coef = looked.grad_norm, looked.clip_coef
+        if look is not None:
+            found_inf = torch.maximum(found_inf, look.found_inf)
+            grad_norm, coef = look.grad_norm, look.clip_coef
         if clip_norm is not None:
             now = verdict.clip_coef(clip_norm)
             factor = factor * now
             coef = now if coef is None else coef * now
-        bad = bool(found_inf)
-        applied = not bad or self.on_nonfinite == "step"
-        if bad:
+        if not self._may_defer(found_inf.device, optimizer) and bool(found_inf):
             self._check_policy(optimizer, index, where)
         self._overflow = found_inf if self._overflow is None else torch.maximum(self._overflow, found_inf)
-        if applied:
-            self._apply(optimizer, grads, None if factor is one else factor)
-        clip_coef = 1.0 if coef is None else float(coef)
-        self._file("nonfinite" if bad else "ok", index, where, applied, float(grad_norm), clip_coef)
+        skip_on = None if self.on_nonfinite == "step" else found_inf
+        self._apply(optimizer, grads, None if factor is neutral else factor, skip_on)
+        self._report(index, where, None, (found_inf, grad_norm, neutral if coef is None else coef))
 
-    def _apply(self, optimizer: Optimizer, grads: list[Tensor], factor: Tensor | None) -> None:
+    def _apply(self, optimizer: Optimizer, grads: list[Tensor], factor: Tensor | None, skip_on: Tensor | None) -> None:
         if isinstance(optimizer, FusedOptimizer):
-            optimizer.grad_factor = factor
+            optimizer.grad_factor, optimizer.found_inf = factor, skip_on
             try:
                 optimizer.step()
             finally:
-                optimizer.grad_factor = None
+                optimizer.grad_factor = optimizer.found_inf = None
+            return
+        if skip_on is not None and bool(skip_on):
             return
         if factor is not None:
             torch._foreach_mul_(grads, factor)
         optimizer.step()
+
+    def _may_defer(self, device: torch.device, optimizer: Optimizer) -> bool:
+        """Whether a step can be launched without knowing what it will do."""
+        wanted = device.type == "cuda" if self.deferred is None else self.deferred
+        return wanted and self.on_nonfinite != "raise" and isinstance(optimizer, FusedOptimizer)
+
+    def _is_deferred(self, report: StepReport) -> bool:
+        if self.deferred is not None or report.verdict is None:
+            return bool(self.deferred)
+        return report.verdict[0].device.type == "cuda"
 
     def _factor(self, device: torch.device, window: int | None, neutral: Tensor | None = None) -> Any:
         """``1 / loss_scale * window_factor`` as float32, or ``neutral`` where both are 1."""
@@ -335,53 +352,46 @@ class StepContract:
             factor = share if factor is None else factor * share
         return neutral if factor is None else factor
 
-    def _file(
-        self,
-        reason: Reason,
-        index: int,
-        where: str,
-        applied: bool = False,
-        grad_norm: float | None = None,
-        clip_coef: float = 1.0,
+    def _report(
+        self, index: int, where: str, reason: Reason | None, verdict: tuple[Tensor, Tensor, Tensor] | None = None
     ) -> None:
-        self.counters.count(reason, applied, index, where)
-        scale = None if self.loss_scale is None else self.loss_scale.value
-        self._pending.append(
-            StepOutcome(
-                global_step=self.counters.global_step,
-                update=self.counters.updates,
-                applied=applied,
-                reason=reason,
-                grad_norm=grad_norm,
-                clip_coef=clip_coef,
-                loss_scale_before=scale,
-                loss_scale_after=scale,
-                window_size=self.window.count,
-                optimizer=index,
-            )
+        scale = None if self.loss_scale is None else self.loss_scale.tensor()
+        self._pending.append(StepReport(index, where, self.window.count, reason, verdict, scale))
+
+    def _outcome(self, report: StepReport) -> StepOutcome:
+        """Counts a step, now that it is known what it did."""
+        numbers = report.read()
+        reason: Reason = report.reason or ("nonfinite" if numbers.bad else "ok")
+        applied = reason == "ok" or (reason == "nonfinite" and self.on_nonfinite == "step")
+        self.counters.count(reason, applied, report.optimizer, report.where)
+        limit, streak = self.max_consecutive_skips, self.counters.streak(report.optimizer)
+        if limit is not None and len(streak) > limit:
+            raise NonFiniteGradientError(too_many_skips(streak, limit))
+        return StepOutcome(
+            global_step=self.counters.global_step,
+            update=self.counters.updates,
+            applied=applied,
+            reason=reason,
+            grad_norm=numbers.grad_norm,
+            clip_coef=numbers.clip_coef,
+            loss_scale_before=numbers.loss_scale_before,
+            loss_scale_after=numbers.loss_scale_after,
+            window_size=report.window_size,
+            optimizer=report.optimizer,
         )
 
     def _check_policy(self, optimizer: Optimizer, index: int, where: str) -> None:
         """Raises where the policy or the limit on skips says so, before anything is written."""
-        at = f" at {where}" if where else ""
-        streak, limit = self.counters.streak(index), self.max_consecutive_skips
+        limit, streak = self.max_consecutive_skips, self.counters.streak(index)
         if self.on_nonfinite == "raise":
             offender = first_nonfinite(optimizer, self.names)
             self.abandon()
             raise NonFiniteGradientError(
-                f"a gradient is not finite{at}: first in {offender}; "
+                f"a gradient is not finite{f' at {where}' if where else ''}: first in {offender}; "
                 'nothing was written. Use on_nonfinite="skip" to leave such steps out'
             )
         if self.on_nonfinite == "skip" and limit is not None and len(streak) >= limit:
             offender = first_nonfinite(optimizer, self.names)
             self.abandon()
-            raise NonFiniteGradientError(
-                f"{len(streak) + 1} steps in a row had gradients that are not finite, from {streak[0]} to "
-                f"{where or f'step {self.counters.global_step + 1}'}: now first in {offender}. The weights are those "
-                "before the first of them. Lower the learning rate, look at these batches, or allow more with "
-                f"max_consecutive_skips (now {limit})"
-            )
-
-
-def _one(device: torch.device) -> Tensor:
-    return torch.ones((), dtype=torch.float32, device=device)
+            here = where or f"step {self.counters.global_step + 1}"
+            raise NonFiniteGradientError(too_many_skips([*streak, here], limit, offender))

@@ -60,3 +60,21 @@ class RunCounters:
         self.global_step, self.updates = int(state["global_step"]), int(state["updates"])
         self.skips.update({reason: int(count) for reason, count in state["skips"].items()})
         self._streaks = {int(optimizer): list(places) for optimizer, places in state["streaks"].items()}
+
+
+def too_many_skips(streak: list[str], limit: int, offender: str = "") -> str:
+    """Words the error for a streak of nonfinite steps that is longer than allowed.
+
+    Args:
+        streak: Where each of them was.
+        limit: How many are allowed.
+        offender: The parameter that the last one starts with, where it is known.
+
+    Returns:
+        One line of text.
+    """
+    return (
+        f"{len(streak)} steps in a row had gradients that are not finite, from {streak[0]} to {streak[-1]}"
+        f"{f', now first in {offender}' if offender else ''}. The weights are those before the first of them. "
+        f"Lower the learning rate, look at these batches, or allow more with max_consecutive_skips (now {limit})"
+    )

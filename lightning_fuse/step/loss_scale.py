@@ -85,6 +85,10 @@ class LossScale:
         """The scale as a number; reads it from the device."""
         return float(self._scale)
 
+    def tensor(self) -> Tensor:
+        """The scale as it is now, float32, 0-dimensional; later moves leave it alone."""
+        return self._scale.clone()
+
     @property
     def growth_counter(self) -> int:
         """Applied steps in a row since the scale last moved; reads it from the device."""

@@ -1,0 +1,86 @@
+"""What a step did, while it may still lie on the device: read at once on a CPU, one step later on a GPU.
+
+Waiting for a number would stall the device, so a GPU's numbers are copied to pinned memory behind the step, and read
+when the next step is about to be launched: by then the device has long computed them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_fuse.step.outcome import Reason
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The numbers of a step, on the host.
+
+    Attributes:
+        bad: Whether a gradient was not finite.
+        grad_norm: See ``StepOutcome``.
+        clip_coef: See ``StepOutcome``.
+        loss_scale_before: See ``StepOutcome``.
+        loss_scale_after: See ``StepOutcome``.
+    """
+
+    bad: bool
+    grad_norm: float | None
+    clip_coef: float
+    loss_scale_before: float | None
+    loss_scale_after: float | None
+
+
+@dataclass
+class StepReport:
+    """One step of one optimizer, launched and perhaps not yet known.
+
+    Attributes:
+        optimizer: Its index.
+        where: Where in the run it is.
+        window_size: Micro-batches that contributed.
+        reason: Why it was skipped, where that is known without looking at gradients; else None.
+        verdict: found_inf, grad_norm and clip_coef, 0-dimensional; None where no gradient was looked at.
+        scale_before: The loss scale that the gradients carried, float32, 0-dimensional; None without one.
+    """
+
+    optimizer: int
+    where: str
+    window_size: int
+    reason: Reason | None
+    verdict: tuple[Tensor, Tensor, Tensor] | None
+    scale_before: Tensor | None
+    _numbers: Tensor | None = field(default=None, repr=False)
+    _copied: torch.cuda.Event | None = field(default=None, repr=False)
+
+    def seal(self, scale_after: Tensor | None) -> None:
+        """Starts the copy to the host, when the loss scale has moved.
+
+        Args:
+            scale_after: The loss scale of the next step; None without one.
+        """
+        numbers = [] if self.verdict is None else list(self.verdict)
+        if self.scale_before is not None and scale_after is not None:
+            numbers += [self.scale_before, scale_after]
+        if not numbers:
+            return
+        device = numbers[0].device
+        packed = torch.stack([number.to(device, torch.float64) for number in numbers])
+        if device.type == "cuda":
+            self._numbers = torch.empty(len(numbers), dtype=torch.float64, pin_memory=True)
+            self._numbers.copy_(packed, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+        else:
+            self._numbers = packed
+
+    def read(self) -> Reading:
+        """The numbers; waits for the device where it has not come so far."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        numbers = [] if self._numbers is None else self._numbers.tolist()
+        found_inf, grad_norm, clip_coef = (numbers.pop(0) for _ in range(3)) if self.verdict else (0.0, None, 1.0)
+        before, after = numbers or (None, None)
+        return Reading(found_inf != 0.0, grad_norm, clip_coef, before, after)
