@@ -15,7 +15,6 @@ from typing import Any, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -26,10 +25,12 @@ from torch.optim import LBFGS, Optimizer
 from lightning_fuse.plugins.adoption import Adopter, Wish
 from lightning_fuse.plugins.averaging import follow_applied_updates
 from lightning_fuse.plugins.hooks import ContractHooks
+from lightning_fuse.plugins.scaler import ScalerView
 from lightning_fuse.plugins.schedulers import follow_updates, rebind
 from lightning_fuse.plugins.windows import LoopWindows
 from lightning_fuse.registry import unknown_name
 from lightning_fuse.step import LossScale, StepContract, StepOutcome
+from lightning_fuse.step.verdict import unwrapped
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 STOCK_KEY = "MixedPrecision"  # where Lightning files a loss scale in a checkpoint
@@ -76,6 +77,12 @@ class FusePrecision(Precision):
     def precision(self) -> Any:  # type: ignore[override]
         """Lightning's word for the compute precision."""
         return self.inner.precision
+
+    @property
+    def scaler(self) -> ScalerView | None:
+        """What module code may ask of a GradScaler; None where the precision has no loss scale, as in the stock plugin."""
+        scale = self.contract.loss_scale
+        return None if scale is None else ScalerView(self.contract, scale)
 
     @property
     def last_step_ms(self) -> float | None:
@@ -179,8 +186,6 @@ class FusePrecision(Precision):
         Raises:
             NonFiniteGradientError: See ``StepContract.step``.
         """
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer.optimizer
         trainer, automatic = model.trainer, model.automatic_optimization
         result = closure()
         # On a GPU what the last step did is known by now; schedulers that follow it must move before this step.
@@ -232,8 +237,6 @@ class FusePrecision(Precision):
         """Clips in unscaled units: by norm inside the step where nobody looks before it, else in memory."""
         if not clip_val or clip_val <= 0:
             return
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer.optimizer
         window = self._window()
         if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
             if not self.contract.is_unscaled(optimizer):
@@ -312,7 +315,7 @@ class FusePrecision(Precision):
         return module.trainer.accumulate_grad_batches if module is not None and automatic else None
 
     def _index(self, optimizer: Optimizer) -> int:
-        return next((i for i, known in enumerate(self._optimizers) if known is optimizer), 0)
+        return next((i for i, known in enumerate(self._optimizers) if known is unwrapped(optimizer)), 0)
 
     def _tell_all(self, trainer: Trainer, model: LightningModule, outcomes: list[StepOutcome]) -> None:
         for outcome in outcomes:

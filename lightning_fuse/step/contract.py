@@ -35,7 +35,7 @@ from lightning_fuse.step.looks import Look, Looks, one
 from lightning_fuse.step.loss_scale import LossScale
 from lightning_fuse.step.outcome import Reason, StepOutcome
 from lightning_fuse.step.report import StepReport
-from lightning_fuse.step.verdict import check_max_norm, first_nonfinite, gradients, judge
+from lightning_fuse.step.verdict import check_max_norm, first_nonfinite, gradients, judge, unwrapped
 from lightning_fuse.step.window import AccumulationWindow, WindowPolicy
 
 OnNonfinite = Literal["skip", "raise", "step"]
@@ -146,7 +146,7 @@ class StepContract:
 
     def is_unscaled(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer's gradients have been unscaled in memory since its last step."""
-        return optimizer in self._looks
+        return unwrapped(optimizer) in self._looks
 
     @torch.no_grad()
     def unscale_(self, optimizer: Optimizer, window: int | None = None) -> None:
@@ -161,6 +161,7 @@ class StepContract:
         Raises:
             RuntimeError: They have been unscaled since the last step.
         """
+        optimizer = unwrapped(optimizer)
         grads = gradients(optimizer)
         if grads:
             self._looks.unscale(optimizer, self._factor(grads[0].device, window))
@@ -178,6 +179,7 @@ class StepContract:
             ValueError: ``max_norm`` is not a finite number > 0.
         """
         check_max_norm(max_norm)
+        optimizer = unwrapped(optimizer)
         if gradients(optimizer):
             if optimizer not in self._looks:
                 self.unscale_(optimizer, window)
@@ -211,6 +213,7 @@ class StepContract:
         started = perf_counter()
         if clip_norm is not None:
             check_max_norm(clip_norm)
+        optimizer = unwrapped(optimizer)
         grads = gradients(optimizer)
         look = self._looks.take(optimizer)
         if self._vetoed:
@@ -222,7 +225,7 @@ class StepContract:
             self._judge_and_step(optimizer, grads, look, clip_norm, window, index, where)
         if window is None:
             # The caller's own windows: the next one starts with the next backward.
-            self.window.close()
+            self.window.end_soon()
         self.last_step_ms = (perf_counter() - started) * 1e3
 
     def settle(self) -> list[StepOutcome]:
@@ -365,7 +368,7 @@ class StepContract:
         applied = reason == "ok" or (reason == "nonfinite" and self.on_nonfinite == "step")
         self.counters.count(reason, applied, report.optimizer, report.where)
         limit, streak = self.max_consecutive_skips, self.counters.streak(report.optimizer)
-        if limit is not None and len(streak) > limit:
+        if limit is not None and streak.length > limit:
             raise NonFiniteGradientError(too_many_skips(streak, limit))
         return StepOutcome(
             global_step=self.counters.global_step,
@@ -390,8 +393,8 @@ class StepContract:
                 f"a gradient is not finite{f' at {where}' if where else ''}: first in {offender}; "
                 'nothing was written. Use on_nonfinite="skip" to leave such steps out'
             )
-        if self.on_nonfinite == "skip" and limit is not None and len(streak) >= limit:
+        if self.on_nonfinite == "skip" and limit is not None and streak.length >= limit:
             offender = first_nonfinite(optimizer, self.names)
             self.abandon()
-            here = where or f"step {self.counters.global_step + 1}"
-            raise NonFiniteGradientError(too_many_skips([*streak, here], limit, offender))
+            longer = streak.with_one(where or f"step {self.counters.global_step + 1}")
+            raise NonFiniteGradientError(too_many_skips(longer, limit, offender))

@@ -58,6 +58,12 @@ def judge(grads: Sequence[Tensor], factor: Tensor) -> Verdict:
     return Verdict(norm, (~torch.isfinite(total)).to(torch.float32))
 
 
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """The optimizer inside a framework's wrapper (Fabric's, Lightning's), or the optimizer itself."""
+    inner = getattr(optimizer, "optimizer", None)
+    return inner if isinstance(inner, Optimizer) else optimizer
+
+
 def gradients(optimizer: Optimizer) -> list[Tensor]:
     """The gradients that the optimizer's parameters have, in the order of its groups; of sparse ones their values."""
     present = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

@@ -52,6 +52,7 @@ class AccumulationWindow:
         self._total = 0.0  # their weights, in units
         self._unit: float | None = None  # a power of two near the weights, so that losses stay in range
         self._next: float | None = None  # weight of the micro-batch under way
+        self._over = False  # the next contribution starts a new window
 
     def weigh(self, weight: float) -> None:
         """Reports the weight of the micro-batch under way, before its backward.
@@ -80,12 +81,18 @@ class AccumulationWindow:
             self._unit = self._agree_on_unit(self._next, device)
         return self._next / self._unit
 
+    def end_soon(self) -> None:
+        """Lets the next contribution start a new window: several optimizers may still step on this one."""
+        self._over = True
+
     def contribute(self) -> None:
         """Counts the micro-batch under way, after its backward.
 
         Raises:
             RuntimeError: Some micro-batches of the window reported a weight and some did not.
         """
+        if self._over:
+            self.close()
         self.count += 1
         if self._next is not None:
             self._weighted += 1
@@ -120,7 +127,7 @@ class AccumulationWindow:
 
     def close(self) -> None:
         """Starts a new window; a weight reported for the micro-batch under way stays, it is the new window's first."""
-        self.count, self._weighted, self._total = 0, 0, 0.0
+        self.count, self._weighted, self._total, self._over = 0, 0, 0.0, False
 
     def state_dict(self) -> dict[str, Any]:
         """The open window as plain data; its gradients are not part of it."""
