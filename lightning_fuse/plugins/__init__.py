@@ -1,6 +1,7 @@
 """Lightning's precision seam: the plugin that runs the step contract, and taking over optimizers and schedulers."""
 
 from lightning_fuse.plugins.adoption import AUTO, FUSED, Wish
-from lightning_fuse.plugins.precision import PRECISIONS, FusePrecision, contract_of, loss_scale_for, stock_precision
+from lightning_fuse.plugins.precision import FusePrecision, contract_of
+from lightning_fuse.plugins.stock import PRECISIONS, loss_scale_for, stock_precision
 
 __all__ = ["AUTO", "FUSED", "PRECISIONS", "FusePrecision", "Wish", "contract_of", "loss_scale_for", "stock_precision"]

@@ -34,6 +34,10 @@ class ContractHooks(Callback):
         if pl_module.automatic_optimization:
             self.plugin.contract.window.close()
 
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Keeps gradients of manual optimization local until they are wanted."""
+        self.plugin.start_batch()
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -46,7 +50,7 @@ class ContractHooks(Callback):
         self.plugin.catch_up()
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing; but asked first when a checkpoint is made, so that all that follows holds the counts of all steps."""
+        """Nothing; but asked first when a checkpoint is made, so that the rest of it holds the counts of all steps."""
         self.plugin.catch_up()
         return {}
 

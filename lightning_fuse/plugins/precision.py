@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
@@ -25,14 +25,14 @@ from torch.optim import LBFGS, Optimizer
 from lightning_fuse.plugins.adoption import Adopter, Wish
 from lightning_fuse.plugins.averaging import follow_applied_updates
 from lightning_fuse.plugins.hooks import ContractHooks
+from lightning_fuse.plugins.ranks import GradientAverage, average_by_step
 from lightning_fuse.plugins.scaler import ScalerView
 from lightning_fuse.plugins.schedulers import follow_updates, rebind
+from lightning_fuse.plugins.stock import loss_scale_for, stock_precision
 from lightning_fuse.plugins.windows import LoopWindows
-from lightning_fuse.registry import unknown_name
-from lightning_fuse.step import LossScale, StepContract, StepOutcome
+from lightning_fuse.step import StepContract, StepOutcome
 from lightning_fuse.step.verdict import unwrapped
 
-PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 STOCK_KEY = "MixedPrecision"  # where Lightning files a loss scale in a checkpoint
 OUTCOME_HOOK = "on_step_outcome"
 
@@ -67,6 +67,7 @@ class FusePrecision(Precision):
         self._adopter = Adopter(self.wish)
         self._module: LightningModule | None = None
         self._windows: LoopWindows | None = None
+        self._ranks: GradientAverage | None = None
         self._open_gradients: dict[str, Tensor] = {}  # of a resumed open window, until training starts
         self._folded_clip: float | None = None  # a clip norm to fold into the step under way
         self._folding = False
@@ -80,9 +81,9 @@ class FusePrecision(Precision):
 
     @property
     def scaler(self) -> ScalerView | None:
-        """What module code may ask of a GradScaler; None where the precision has no loss scale, as in the stock plugin."""
+        """What module code may ask of a GradScaler; None where the precision has no loss scale, as in stock plugins."""
         scale = self.contract.loss_scale
-        return None if scale is None else ScalerView(self.contract, scale)
+        return None if scale is None else ScalerView(scale, self._unscale)
 
     @property
     def last_step_ms(self) -> float | None:
@@ -159,6 +160,11 @@ class FusePrecision(Precision):
                 p.grad = self._open_gradients[name].to(p.device)
         self._open_gradients = {}
 
+    def start_batch(self) -> None:
+        """Keeps gradients of manual optimization local until they are wanted; called by ``hooks.py``."""
+        if self._ranks is not None:
+            self._ranks.hold()
+
     def end_epoch(self) -> None:
         """Carries an open window over where the policy says so; called by ``hooks.py``."""
         if self._windows is not None:
@@ -186,13 +192,16 @@ class FusePrecision(Precision):
         Raises:
             NonFiniteGradientError: See ``StepContract.step``.
         """
+        optimizer = unwrapped(optimizer)
         trainer, automatic = model.trainer, model.automatic_optimization
         result = closure()
         # On a GPU what the last step did is known by now; schedulers that follow it must move before this step.
         self.catch_up()
         window = trainer.accumulate_grad_batches if automatic else None
         if self._watched(trainer, model) and not self.contract.is_unscaled(optimizer):
-            self.contract.unscale_(optimizer, window)
+            self._unscale(optimizer)
+        elif self._ranks is not None:
+            self._ranks.average(optimizer)
         self._folded_clip, self._folding = None, not is_overridden("configure_gradient_clipping", model)
         self._after_closure(model, optimizer)
         self._folding = False
@@ -203,6 +212,8 @@ class FusePrecision(Precision):
             index=self._index(optimizer),
             where=f"batch {trainer.fit_loop.epoch_loop.batch_idx} of epoch {trainer.current_epoch}",
         )
+        if self._ranks is not None:
+            self._ranks.stepped(optimizer)
         if automatic:
             self.settle(trainer, model)
         return result
@@ -237,15 +248,17 @@ class FusePrecision(Precision):
         """Clips in unscaled units: by norm inside the step where nobody looks before it, else in memory."""
         if not clip_val or clip_val <= 0:
             return
-        window = self._window()
+        optimizer = unwrapped(optimizer)
         if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
             if not self.contract.is_unscaled(optimizer):
-                self.contract.unscale_(optimizer, window)
+                self._unscale(optimizer)
             torch.nn.utils.clip_grad_value_(self.main_params(optimizer), clip_val)
         elif self._folding:
             self._folded_clip = float(clip_val)
         else:
-            self.contract.clip_norm_(optimizer, float(clip_val), window)
+            if not self.contract.is_unscaled(optimizer):
+                self._unscale(optimizer)
+            self.contract.clip_norm_(optimizer, float(clip_val))
 
     # Checkpoints.
 
@@ -294,6 +307,8 @@ class FusePrecision(Precision):
             self._windows = LoopWindows(trainer, self.contract)
             self._windows.carried = carried
             self._windows.install()
+        else:
+            self._ranks = average_by_step(trainer.strategy.model)
         follow_applied_updates(trainer, self.contract, self.catch_up)
         callbacks = cast(list[Callback], trainer.callbacks)  # type: ignore[attr-defined]
         if not any(isinstance(callback, ContractHooks) for callback in callbacks):
@@ -309,6 +324,12 @@ class FusePrecision(Precision):
             or any(is_overridden(hook, callback, parent=Callback) for callback in callbacks)
         )
 
+    def _unscale(self, optimizer: Optimizer) -> None:
+        """Unscales in memory what the step would have unscaled in registers, averaged over ranks first."""
+        if self._ranks is not None:
+            self._ranks.average(optimizer)
+        self.contract.unscale_(optimizer, self._window())
+
     def _window(self) -> int | None:
         module = self._module
         automatic = module is not None and module.automatic_optimization
@@ -323,50 +344,6 @@ class FusePrecision(Precision):
                 hook = getattr(listener, OUTCOME_HOOK, None)
                 if hook is not None:
                     hook(trainer, model, outcome)
-
-
-def stock_precision(word: str, device: str) -> Precision:
-    """Lightning's own plugin for a precision.
-
-    Args:
-        word: One of ``PRECISIONS``.
-        device: Device type of autocast; float16 on a CPU is real float16 here.
-
-    Returns:
-        The plugin. Its scaler, if any, only carries settings: the contract scales.
-
-    Raises:
-        ValueError: The word is unknown.
-    """
-    if word == "32-true":
-        return Precision()
-    if word == "bf16-mixed":
-        return MixedPrecision("bf16-mixed", device)
-    if word == "16-mixed":
-        return MixedPrecision("16-mixed", device, torch.amp.GradScaler(device))
-    if word in ("bf16-true", "16-true"):
-        return HalfPrecision(cast(Any, word))
-    raise ValueError(unknown_name("precision", word, PRECISIONS))
-
-
-def loss_scale_for(plugin: Precision, floor: float = 1.0, **settings: Any) -> LossScale | None:
-    """The loss scale that a precision needs: float16, mixed or true, and no other.
-
-    Args:
-        plugin: A stock plugin; a scaler of its own gives settings and state.
-        floor: The smallest loss scale.
-        **settings: ``init_scale`` and ``growth_interval`` override the scaler's; None does not.
-
-    Returns:
-        The loss scale, or None.
-    """
-    scaler = getattr(plugin, "scaler", None)
-    if str(plugin.precision) not in ("16-mixed", "16-true") or (scaler is not None and not scaler.is_enabled()):
-        return None
-    chosen = {key: value for key, value in settings.items() if value is not None}
-    if scaler is None:
-        return LossScale(floor=floor, **chosen)
-    return LossScale.from_grad_scaler(scaler, floor, **chosen)
 
 
 def _unwrapped(model: Module) -> LightningModule | None:

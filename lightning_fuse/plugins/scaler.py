@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fuse.step import LossScale, StepContract
+from lightning_fuse.step import LossScale
+from lightning_fuse.step.verdict import unwrapped
 
 
 class ScalerView:
     """What of GradScaler's methods makes sense while a contract owns the steps.
 
     Args:
-        contract: The contract, which has a loss scale.
-        loss_scale: That loss scale.
+        loss_scale: The contract's loss scale.
+        unscale: Unscales an optimizer's gradients in memory.
     """
 
-    def __init__(self, contract: StepContract, loss_scale: LossScale) -> None:
-        self._contract = contract
+    def __init__(self, loss_scale: LossScale, unscale: Callable[[Optimizer], None]) -> None:
         self._loss_scale = loss_scale
+        self._unscale = unscale
 
     def scale(self, outputs: Tensor) -> Tensor:
         """The loss times the loss scale."""
@@ -32,7 +34,7 @@ class ScalerView:
         Raises:
             RuntimeError: They are unscaled already.
         """
-        self._contract.unscale_(optimizer)
+        self._unscale(unwrapped(optimizer))
 
     def get_scale(self) -> float:
         """The loss scale; reads it from the device."""

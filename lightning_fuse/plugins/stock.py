@@ -1,0 +1,57 @@
+"""Lightning's own precision plugins, which the contract's plugin wraps, and the loss scale that each needs."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+
+from lightning_fuse.registry import unknown_name
+from lightning_fuse.step import LossScale
+
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
+
+
+def stock_precision(word: str, device: str) -> Precision:
+    """Lightning's own plugin for a precision.
+
+    Args:
+        word: One of ``PRECISIONS``.
+        device: Device type of autocast; float16 on a CPU is real float16 here.
+
+    Returns:
+        The plugin. Its scaler, if any, only carries settings: the contract scales.
+
+    Raises:
+        ValueError: The word is unknown.
+    """
+    if word == "32-true":
+        return Precision()
+    if word == "bf16-mixed":
+        return MixedPrecision("bf16-mixed", device)
+    if word == "16-mixed":
+        return MixedPrecision("16-mixed", device, torch.amp.GradScaler(device))
+    if word in ("bf16-true", "16-true"):
+        return HalfPrecision(cast(Any, word))
+    raise ValueError(unknown_name("precision", word, PRECISIONS))
+
+
+def loss_scale_for(plugin: Precision, floor: float = 1.0, **settings: Any) -> LossScale | None:
+    """The loss scale that a precision needs: float16, mixed or true, and no other.
+
+    Args:
+        plugin: A stock plugin; a scaler of its own gives settings and state.
+        floor: The smallest loss scale.
+        **settings: ``init_scale`` and ``growth_interval`` override the scaler's; None does not.
+
+    Returns:
+        The loss scale, or None.
+    """
+    scaler = getattr(plugin, "scaler", None)
+    if str(plugin.precision) not in ("16-mixed", "16-true") or (scaler is not None and not scaler.is_enabled()):
+        return None
+    chosen = {key: value for key, value in settings.items() if value is not None}
+    if scaler is None:
+        return LossScale(floor=floor, **chosen)
+    return LossScale.from_grad_scaler(scaler, floor, **chosen)
