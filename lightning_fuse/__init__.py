@@ -11,17 +11,30 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_fuse.callbacks import Fuse
-    from lightning_fuse.optim import FusedAdam, FusedAdamW, FusedSGD, param_groups
+    from lightning_fuse.optim import FusedAdam, FusedAdamW, FusedLAMB, FusedLARS, FusedLion, FusedSGD, param_groups
 
 __version__ = "0.1.0.dev0"
 
-__all__ = ["Fuse", "FusedAdam", "FusedAdamW", "FusedSGD", "__version__", "param_groups"]
+__all__ = [
+    "Fuse",
+    "FusedAdam",
+    "FusedAdamW",
+    "FusedLAMB",
+    "FusedLARS",
+    "FusedLion",
+    "FusedSGD",
+    "__version__",
+    "param_groups",
+]
 
 # Public name -> the module it is defined in.
 _HOMES = {
     "Fuse": "lightning_fuse.callbacks",
     "FusedAdam": "lightning_fuse.optim",
     "FusedAdamW": "lightning_fuse.optim",
+    "FusedLAMB": "lightning_fuse.optim",
+    "FusedLARS": "lightning_fuse.optim",
+    "FusedLion": "lightning_fuse.optim",
     "FusedSGD": "lightning_fuse.optim",
     "param_groups": "lightning_fuse.optim",
 }

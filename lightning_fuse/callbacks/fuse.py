@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 
@@ -24,8 +24,9 @@ class Fuse(Callback):
     state; schedulers, nested ones too, go on driving the optimizer and follow applied updates.
 
     Args:
-        optimizer: "auto" for our optimizer of the rule that the module uses; "adamw_fused", "adam_fused" or
-            "sgd_fused" to change the rule; None to keep the module's optimizer and run only the step contract.
+        optimizer: "auto" for our optimizer of the rule that the module uses; "adamw_fused", "adam_fused", "sgd_fused",
+            "lion_fused", "lars_fused" or "lamb_fused" to change the rule; None to keep the module's optimizer and run
+            only the step contract.
         state: State format or list of (pattern, format); see ``FusedAdamW``.
         master: Master weights of 16-bit parameters; see ``FusedAdamW``.
         kernel: "auto" or a kernel's name.
@@ -90,7 +91,6 @@ class Fuse(Callback):
         if type(stock) not in WRAPPED:
             known = ", ".join(cls.__name__ for cls in WRAPPED)
             raise ValueError(f"Fuse cannot run the step contract under {type(stock).__name__}; possible: {known}")
-        _warn_of_bf16(trainer, stock)
         loss_scale = loss_scale_for(stock, **self._scale)
         if loss_scale is None and (self._scale["init_scale"], self._scale["growth_interval"]) != (None, None):
             raise ValueError(
@@ -123,13 +123,3 @@ class Fuse(Callback):
         """Ends training after ``max_updates`` applied updates."""
         if self._max_updates is not None and outcome.update >= self._max_updates:
             trainer.should_stop = True
-
-
-def _warn_of_bf16(trainer: Trainer, stock: Precision) -> None:
-    """Lightning turns 16-mixed into bf16-mixed on a CPU; somebody who asked for a loss scale should know."""
-    asked = getattr(getattr(trainer, "_accelerator_connector", None), "_precision_flag", None)
-    if asked == "16-mixed" and stock.precision == "bf16-mixed":
-        rank_zero_warn(
-            "Lightning turned precision='16-mixed' into bf16-mixed on this CPU. For real float16 pass "
-            "plugins=MixedPrecision('16-mixed', 'cpu', torch.amp.GradScaler('cpu')) instead of precision"
-        )

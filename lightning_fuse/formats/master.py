@@ -1,7 +1,8 @@
 """Master weights: how a 16-bit parameter keeps the float32 weight that the rule updates.
 
 ``none``     nothing more; the new weight is rounded to the parameter's dtype, to nearest, ties to even.
-``fp32``     a float32 copy beside the parameter: 2 + 4 bytes.
+``fp32``     a float32 copy beside the parameter: 2 + 4 bytes. Where the parameter is not what the copy rounds to,
+             somebody has written to it since, and it wins.
 ``split``    the parameter is the upper half of the float32 weight, an int16 the lower: 2 + 2 bytes, every bit kept.
 ``split8``   as split with an int8: a weight of 24 bits, 2 + 1 bytes, rounded with the dither sequence so that
              updates below its last place still happen on average.
@@ -118,8 +119,10 @@ class CopyMaster(NoMaster):
         return (Part("master", shape, torch.float32),)
 
     def join(self, param: Tensor, parts: tuple[Tensor, ...]) -> Tensor:
-        """See ``MasterFormat.join``."""
-        return parts[0]
+        """See ``MasterFormat.join``; a parameter that was written to wins over its copy."""
+        (copy,) = parts
+        same = round_to(copy, param.dtype).view(torch.int16) == param.contiguous().view(torch.int16)
+        return torch.where(same, copy, param.to(torch.float32))
 
     def split(self, weight: Tensor, dtype: torch.dtype, place: Place) -> tuple[Tensor, tuple[Tensor, ...]]:
         """See ``MasterFormat.split``."""

@@ -4,6 +4,18 @@ from lightning_fuse.optim.adam import FusedAdam
 from lightning_fuse.optim.adamw import FusedAdamW
 from lightning_fuse.optim.fused import FusedOptimizer
 from lightning_fuse.optim.groups import param_groups
+from lightning_fuse.optim.lamb import FusedLAMB
+from lightning_fuse.optim.lars import FusedLARS
+from lightning_fuse.optim.lion import FusedLion
 from lightning_fuse.optim.sgd import FusedSGD
 
-__all__ = ["FusedAdam", "FusedAdamW", "FusedOptimizer", "FusedSGD", "param_groups"]
+__all__ = [
+    "FusedAdam",
+    "FusedAdamW",
+    "FusedLAMB",
+    "FusedLARS",
+    "FusedLion",
+    "FusedOptimizer",
+    "FusedSGD",
+    "param_groups",
+]

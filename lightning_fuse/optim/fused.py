@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import is_
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -16,8 +19,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fuse.formats.format import StateFormat, state_tensors
-from lightning_fuse.formats.master import MasterFormat, round_to
+from lightning_fuse.formats.master import MasterFormat
 from lightning_fuse.kernels import Slot, StepKernel, StoredMoment, Work, check_kernel_name, choose_kernel
+from lightning_fuse.kernels.kernel import PARAM_DTYPES
 from lightning_fuse.optim import state_io
 from lightning_fuse.optim.regions import Request, allocate
 from lightning_fuse.optim.selection import Selection, StateSpec
@@ -25,6 +29,25 @@ from lightning_fuse.optim.settings import check_gradient, check_parameter, plain
 from lightning_fuse.rules.rule import UpdateRule
 
 Params: TypeAlias = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
+
+
+@dataclass
+class Line:
+    """The slots of one group, beside what they were made of.
+
+    Attributes:
+        params: The group's parameters.
+        held: ``state[p]`` of each.
+        tensors: All tensors of the state, in order.
+        slots: One per parameter.
+        numbers: Hyperparameters that the rules were last chosen by.
+    """
+
+    params: list[Tensor]
+    held: list[dict[str, Tensor]]
+    tensors: list[Tensor]
+    slots: list[Slot]
+    numbers: Mapping[str, Any]
 
 
 class FusedOptimizer(Optimizer):
@@ -50,6 +73,8 @@ class FusedOptimizer(Optimizer):
         self._kernel_word = kernel
         self._reset_caches()
         super().__init__(cast(Any, params), defaults)
+        if not self._members():
+            raise ValueError("the optimizer got no parameters: every group is empty")
         self._selection.check_effect(self._members(), self._keeps_moments())
 
     @abstractmethod
@@ -104,6 +129,7 @@ class FusedOptimizer(Optimizer):
         try:
             if len(set(map(id, group["params"]))) != len(group["params"]):
                 raise ValueError("a parameter appears twice in one group; pass each parameter once")
+            self._check_names(group)
             self._check_group(plain_numbers(group))
             for name, p in zip(parameter_names(group, len(self.param_groups) - 1), group["params"], strict=True):
                 check_parameter(name, p)
@@ -142,23 +168,17 @@ class FusedOptimizer(Optimizer):
             factor: float32, 0-dimensional; every gradient is multiplied by it. None stands for 1.
             found_inf: float32, 0-dimensional; other than 0 changes nothing. None stands for 0.
         """
-        work = []
-        for index, group in enumerate(self.param_groups):
-            numbers = plain_numbers(group)
-            self._check_group(numbers)
-            for name, p in zip(parameter_names(group, index), group["params"], strict=True):
-                if p.grad is not None:
-                    check_gradient(name, p)
-                    work.append((group, name, p, numbers))
-        if not work:
+        found = [self._gradients(index, group) for index, group in enumerate(self.param_groups)]
+        if not any(grad is not None for _, grads in found for grad in grads):
             return
-        self._follow_rules()
-        if not self._complete or len(self.state) < len(self._members()):
-            self._ensure_state()
-        items = [Work(self._slot(group, name, p), cast(Tensor, p.grad), numbers) for group, name, p, numbers in work]
-        self._choose_kernel().step(items, factor, found_inf)
-        for item in items:
-            self._versions[item.slot.param] = item.slot.param._version
+        lines = self._lined_up([numbers for numbers, _ in found])
+        work = [
+            Work(slot, grad, numbers)
+            for line, (numbers, grads) in zip(lines, found, strict=True)
+            for slot, grad in zip(line.slots, grads, strict=True)
+            if grad is not None
+        ]
+        self._choose_kernel().step(work, factor, found_inf)
 
     def state_dict(self) -> dict[str, Any]:
         """State as torch keeps it, with one entry ``lightning_fuse`` that says what it holds; plain data only."""
@@ -186,10 +206,8 @@ class FusedOptimizer(Optimizer):
     # What the base class, state_io and the step share.
 
     def _reset_caches(self) -> None:
-        self._slots: dict[Tensor, tuple[dict[str, Tensor], Slot]] = {}
-        self._versions: dict[Tensor, int] = {}
+        self._lines: list[Line] = []
         self._kernel: StepKernel | None = None
-        self._complete = False  # every parameter's state is allocated
 
     def _members(self) -> list[tuple[dict[str, Any], str, Tensor]]:
         return [
@@ -197,6 +215,12 @@ class FusedOptimizer(Optimizer):
             for index, group in enumerate(self.param_groups)
             for name, p in zip(parameter_names(group, index), group["params"], strict=True)
         ]
+
+    def _check_names(self, group: Mapping[str, Any]) -> None:
+        names = [name for other in self.param_groups for name in other.get("param_names", ())]
+        twice = sorted({name for name in group.get("param_names", ()) if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"two parameters are called {twice[0]!r}: names must differ, state is saved by name")
 
     def _keeps_moments(self) -> bool:
         return any(self._rule(group).moments for group in self.param_groups)
@@ -224,7 +248,6 @@ class FusedOptimizer(Optimizer):
         for group, name, p in self._members():
             held = self.state[p]
             missing += [(p, request) for request in self._requests(group, name, p) if request.key not in held]
-        self._complete = True
         if not missing:
             return
         for (p, request), tensor in zip(missing, allocate([r for _, r in missing]), strict=True):
@@ -234,40 +257,64 @@ class FusedOptimizer(Optimizer):
             master = self._master(p)
             for part, value in zip(master.parts(tuple(p.shape)), master.start(p), strict=True):
                 self.state[p][part.suffix].copy_(value)
-        self._slots.clear()
 
-    def _slot(self, group: Mapping[str, Any], name: str, p: Tensor) -> Slot:
-        held = self.state[p]
-        known = self._slots.get(p)
-        # Lightning and others may replace state[p] by a moved copy; the dict's identity tells.
-        if known is None or known[0] is not held:
-            known = self._slots[p] = (held, self._make_slot(group, name, p, held))
-        self._resynchronise(p, known[1])
-        return known[1]
+    def _gradients(self, index: int, group: Mapping[str, Any]) -> tuple[dict[str, Any], list[Tensor | None]]:
+        """A group's hyperparameters and gradients, checked; None where a parameter has no gradient."""
+        numbers = plain_numbers(group)
+        self._check_group(numbers)
+        grads = [p.grad for p in group["params"]]
+        kinds = {(grad.layout, grad.dtype) for grad in grads if grad is not None}
+        if any(layout != torch.strided or dtype not in PARAM_DTYPES for layout, dtype in kinds):
+            for name, p in zip(parameter_names(group, index), group["params"], strict=True):
+                check_gradient(name, p)
+        return numbers, grads
+
+    def _lined_up(self, numbers: Sequence[Mapping[str, Any]]) -> list[Line]:
+        """The slots of every group; made anew where parameters, state or rules are not those they were made of."""
+        known = len(self._lines) == len(self.param_groups)
+        if not known or not all(map(self._still_holds, self._lines, self.param_groups, numbers)):
+            self._ensure_state()
+            self._lines = [
+                self._line_up(index, group, mine)
+                for index, (group, mine) in enumerate(zip(self.param_groups, numbers, strict=True))
+            ]
+            self._kernel = None
+        return self._lines
+
+    def _line_up(self, index: int, group: Mapping[str, Any], numbers: Mapping[str, Any]) -> Line:
+        params, names = list(group["params"]), parameter_names(group, index)
+        held = [self.state[p] for p in params]
+        slots = [self._make_slot(group, *each) for each in zip(names, params, held, strict=True)]
+        return Line(params, held, list(chain.from_iterable(map(dict.values, held))), slots, numbers)
+
+    def _still_holds(self, line: Line, group: Mapping[str, Any], numbers: Mapping[str, Any]) -> bool:
+        # Lightning and others replace state[p], or a tensor in it, by a moved copy: identities tell.
+        if not (
+            len(line.params) == len(group["params"])
+            and all(map(is_, group["params"], line.params))
+            and all(map(is_, map(self.state.get, line.params), line.held))
+            and sum(map(len, line.held)) == len(line.tensors)
+            and all(map(is_, chain.from_iterable(map(dict.values, line.held)), line.tensors))
+        ):
+            return False
+        if numbers != line.numbers:
+            # Settings may stand for another rule now, for instance after momentum was set.
+            line.numbers = numbers
+            return all(slot.rule is self._rule_of(group, slot.param) for slot in line.slots)
+        return True
 
     def _make_slot(self, group: Mapping[str, Any], name: str, p: Tensor, held: Mapping[str, Tensor]) -> Slot:
-        rule, fmt, master, shape = self._rule_of(group, p), self._format(group, name, p), self._master(p), tuple(p.shape)
+        rule, fmt, master, shape = (
+            self._rule_of(group, p),
+            self._format(group, name, p),
+            self._master(p),
+            tuple(p.shape),
+        )
         moments = tuple(
             StoredMoment(m, fmt.codec(m), state_tensors(m, fmt.codec(m), held, shape)) for m in rule.moments
         )
         kept = tuple(held[part.suffix] for part in master.parts(shape))
         return Slot(name, p, rule, moments, master, kept, held["step"])
-
-    def _resynchronise(self, p: Tensor, slot: Slot) -> None:
-        """Lets a parameter that somebody else wrote win over its float32 copy, where the two disagree."""
-        if slot.master.name != "fp32" or self._versions.get(p) == p._version:
-            return
-        copy = slot.master_tensors[0]
-        copy.copy_(torch.where(round_to(copy, p.dtype) == p, copy, p.to(torch.float32)))
-
-    def _follow_rules(self) -> None:
-        """Drops slots whose group's settings stand for another rule now, for instance after momentum was set."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                known = self._slots.get(p)
-                if known is not None and known[1].rule is not self._rule_of(group, p):
-                    del self._slots[p]
-                    self._complete = False
 
     def _choose_kernel(self) -> StepKernel:
         if self._kernel is None:

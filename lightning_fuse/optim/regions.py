@@ -12,7 +12,13 @@ from math import prod
 import torch
 from torch import Tensor
 
+from lightning_fuse.kernels.cpu.native import zeros as cpu_zeros
+
 ALIGNMENT = 128  # bytes; a cache line pair, so that no two tensors share a vector store
+
+# Bytes by which each region starts later within its page than the one before. Elements of the same index would otherwise
+# lie at one place of their pages in every region, and a core that reads and writes them together takes them for aliases.
+STAGGER = 256
 
 
 @dataclass(frozen=True)
@@ -47,12 +53,19 @@ def allocate(requests: Sequence[Request]) -> list[Tensor]:
         kind = (request.key, request.dtype, request.device)
         offsets.append(sizes.get(kind, 0))
         sizes[kind] = offsets[-1] + _aligned(prod(request.shape), request)
-    regions = {kind: torch.zeros(size, dtype=kind[1], device=kind[2]) for kind, size in sizes.items()}
+    regions = {kind: _zeros(size, *kind[1:], number) for number, (kind, size) in enumerate(sizes.items())}
     views = []
     for request, offset in zip(requests, offsets, strict=True):
         region = regions[(request.key, request.dtype, request.device)]
         views.append(region[offset : offset + prod(request.shape)].view(request.shape))
     return views
+
+
+def _zeros(size: int, dtype: torch.dtype, device: torch.device, number: int) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    skipped = STAGGER * (number % 8) // dtype.itemsize
+    return cpu_zeros(skipped + size, dtype)[skipped:]
 
 
 def _aligned(numel: int, request: Request) -> int:

@@ -16,6 +16,8 @@ from lightning_fuse.optim.groups import check_patterns, first_match
 
 StateSpec: TypeAlias = str | Sequence[str | tuple[str, str]]
 
+_EXAMPLE = 'write for instance "int8" or [("*.bias", "fp32"), "int8"]'
+
 
 class Selection:
     """The user's choice of state formats and master weights.
@@ -36,16 +38,23 @@ class Selection:
         self.master: MasterFormat = MASTERS[master]
         self.patterns: dict[str, StateFormat] = {}
         self.default: StateFormat = STATE_FORMATS["fp32"]
+        if not isinstance(state, Sequence):
+            raise TypeError(f"state={state!r}: must be a format's name or a list; {_EXAMPLE}")
+        defaults = 0
         for entry in [state] if isinstance(state, str) else state:
             if isinstance(entry, str):
                 self.default = STATE_FORMATS[entry]
+                defaults += 1
             elif isinstance(entry, Sequence) and len(entry) == 2:
+                if entry[0] in self.patterns:
+                    raise ValueError(f"state={state!r}: the pattern {entry[0]!r} is there twice; the first would win")
                 self.patterns[entry[0]] = STATE_FORMATS[entry[1]]
             else:
                 raise TypeError(
-                    f"state={state!r}: {entry!r} is neither a format nor a (pattern, format) pair; "
-                    'write for instance [("*.bias", "fp32"), "int8"]'
+                    f"state={state!r}: {entry!r} is neither a format nor a (pattern, format) pair; {_EXAMPLE}"
                 )
+        if defaults > 1:
+            raise ValueError(f"state={state!r}: names {defaults} defaults; give one format without a pattern at most")
 
     def format_of(self, name: str | None, dims: int, override: str | None) -> StateFormat:
         """The format of one parameter.

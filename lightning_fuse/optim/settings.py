@@ -69,11 +69,39 @@ def check_adam(group: Mapping[str, Any]) -> None:
     """
     for key in ("lr", "eps", "weight_decay"):
         number(group, key)
+    check_betas(group)
+
+
+def check_betas(group: Mapping[str, Any]) -> None:
+    """Refuses ``betas`` that are not a pair of numbers in [0, 1).
+
+    Args:
+        group: A parameter group as plain numbers.
+
+    Raises:
+        ValueError: They are not.
+    """
     betas = group["betas"]
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise ValueError(f"betas={betas!r}: must be a pair of numbers in [0, 1)")
     for index, beta in enumerate(betas):
         in_range(f"betas[{index}]", beta, 1.0)
+
+
+def check_nesterov(group: Mapping[str, Any]) -> None:
+    """Refuses a momentum out of range, and Nesterov's form without momentum or with dampening.
+
+    Args:
+        group: A parameter group as plain numbers.
+
+    Raises:
+        ValueError: It is so.
+    """
+    momentum, dampening = number(group, "momentum"), number(group, "dampening", below=1.0)
+    if group["nesterov"] and (momentum == 0.0 or dampening != 0.0):
+        raise ValueError(
+            f"nesterov=True with momentum={momentum:g} and dampening={dampening:g}: needs momentum > 0 and dampening 0"
+        )
 
 
 def plain_numbers(group: Mapping[str, Any]) -> dict[str, Any]:

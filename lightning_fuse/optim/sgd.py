@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_fuse.optim.fused import FusedOptimizer, Params
 from lightning_fuse.optim.selection import StateSpec
-from lightning_fuse.optim.settings import number, refuse_unsupported
+from lightning_fuse.optim.settings import check_nesterov, number, refuse_unsupported
 from lightning_fuse.rules import RULES, UpdateRule
 
 
@@ -65,11 +65,8 @@ class FusedSGD(FusedOptimizer):
     def _check_group(self, group: Mapping[str, Any]) -> None:
         for key in ("lr", "weight_decay"):
             number(group, key)
-        momentum, dampening = number(group, "momentum"), number(group, "dampening", below=1.0)
-        if group["nesterov"] and (momentum == 0.0 or dampening != 0.0):
+        check_nesterov(group)
+        if group["momentum"] == 0.0 and group["dampening"] != 0.0:
             raise ValueError(
-                f"nesterov=True with momentum={momentum:g} and dampening={dampening:g}: "
-                "needs momentum > 0 and dampening 0"
+                f"dampening={group['dampening']:g} has no effect without momentum: set momentum > 0 or dampening 0"
             )
-        if momentum == 0.0 and dampening != 0.0:
-            raise ValueError(f"dampening={dampening:g} has no effect without momentum: set momentum > 0 or dampening 0")

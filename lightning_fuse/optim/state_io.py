@@ -11,40 +11,20 @@ The state dict is torch's (``state`` by index, ``param_groups``) with one entry 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lightning_fuse.formats.format import Place
-from lightning_fuse.optim.settings import EXECUTION_KEYS
+from lightning_fuse.optim.state_match import Incoming, group_numbers, match, outline
 
 if TYPE_CHECKING:
     from lightning_fuse.optim.fused import FusedOptimizer
 
 ENTRY = "lightning_fuse"
 FORMAT_VERSION = 1
-
-
-@dataclass(frozen=True)
-class Incoming:
-    """One parameter of this optimizer beside what the checkpoint holds for it.
-
-    Attributes:
-        group: The parameter's group here.
-        name: Its name here.
-        param: The parameter.
-        index: Its index in the checkpoint.
-        state: What the checkpoint holds; empty where it was never stepped.
-    """
-
-    group: Mapping[str, Any]
-    name: str
-    param: Tensor
-    index: int
-    state: Mapping[str, Any]
 
 
 def describe(optimizer: FusedOptimizer, packed: dict[str, Any]) -> dict[str, Any]:
@@ -89,80 +69,60 @@ def load(optimizer: FusedOptimizer, state_dict: Any) -> None:
         state_dict = state_dict if replaced is None else replaced
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         raise TypeError(
-            f"not an optimizer's state dict: expected the keys 'state' and 'param_groups', got {_outline(state_dict)}"
+            f"not an optimizer's state dict: expected the keys 'state' and 'param_groups', got {outline(state_dict)}"
         )
-    incoming = _match(optimizer, state_dict)
-    about = state_dict.get(ENTRY)
-    if about is None:
-        tensors = [_from_torch(optimizer, item) for item in incoming]
-    else:
-        _check_version(about)
-        tensors = [_from_ours(optimizer, item, about) for item in incoming]
-    groups = _numbers_of(optimizer, state_dict["param_groups"], incoming)
+    try:
+        groups, incoming, tensors = _read(optimizer, state_dict)
+    except (KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
+        raise ValueError(
+            f"the state dict is damaged, or not one of an optimizer like this ({type(error).__name__}: {error}); "
+            "load a checkpoint of the same optimizer and model"
+        ) from error
+    # From here on nothing can be refused any more.
     for group, numbers in zip(optimizer.param_groups, groups, strict=True):
-        optimizer._check_group(numbers)
-        group.update(numbers)
+        _take_over(group, numbers)
     optimizer._reset_caches()
     optimizer._ensure_state()
     for item, held in zip(incoming, tensors, strict=True):
+        _restart(optimizer, item)
         for key, value in held.items():
             optimizer.state[item.param][key].copy_(value)
-        if not held:
-            _restart(optimizer, item)
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
 
 
-def _match(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> list[Incoming]:
-    """Finds for every parameter here its index in the checkpoint: by name where both have names, else by order."""
-    saved_groups, state = state_dict["param_groups"], state_dict["state"]
-    indices = [index for group in saved_groups for index in group["params"]]
-    members = optimizer._members()
-    named = all("param_names" in group for group in [*saved_groups, *optimizer.param_groups])
-    if named:
-        saved_names = [name for group in saved_groups for name in group["param_names"]]
-        _check_names(saved_names, [name for _, name, _ in members])
-        by_name = dict(zip(saved_names, indices, strict=True))
-        order = [by_name[name] for _, name, _ in members]
+def _read(
+    optimizer: FusedOptimizer, state_dict: Mapping[str, Any]
+) -> tuple[list[dict[str, Any]], list[Incoming], list[dict[str, Tensor]]]:
+    """Reads all of a state dict and changes nothing: hyperparameters, matched parameters, tensors to copy."""
+    about = state_dict.get(ENTRY)
+    if about is not None:
+        _check_version(about)
+    matched = match(optimizer, state_dict)
+    groups = group_numbers(optimizer, state_dict["param_groups"], matched)
+    # A rule may depend on a number (amsgrad, momentum), and the checkpoint's numbers are those that will be there.
+    merged = {id(group): {**group, **numbers} for group, numbers in zip(optimizer.param_groups, groups, strict=True)}
+    incoming = [item._replace(group=merged[id(item.group)]) for item in matched]
+    if about is None:
+        tensors = [_from_torch(optimizer, item) for item in incoming]
     else:
-        sizes = [len(group["params"]) for group in saved_groups]
-        here = [len(group["params"]) for group in optimizer.param_groups]
-        if sizes != here:
-            raise ValueError(
-                f"checkpoint holds groups of {sizes} parameters, this optimizer has {here}: build it with the same "
-                "groups, or pass named parameters on both sides so that they are matched by name"
-            )
-        order = indices
-    return [
-        Incoming(group, name, p, index, state.get(index, {}))
-        for (group, name, p), index in zip(members, order, strict=True)
-    ]
-
-
-def _check_names(saved: Sequence[str], here: Sequence[str]) -> None:
-    missing, new = sorted(set(saved) - set(here)), sorted(set(here) - set(saved))
-    if missing or new:
-        raise ValueError(
-            f"checkpoint and optimizer hold different parameters: only in the checkpoint: {_shorten(missing)}; "
-            f"only in this optimizer: {_shorten(new)}; build the optimizer for the model that was saved"
-        )
+        tensors = [_from_ours(optimizer, item, about) for item in incoming]
+    return groups, incoming, tensors
 
 
 def _from_ours(optimizer: FusedOptimizer, item: Incoming, about: Mapping[str, Any]) -> dict[str, Tensor]:
     """Checks one parameter's state of our own making against what this optimizer keeps, tensor by tensor."""
-    position = item.index
     here = {
-        "rules": optimizer._rule_of(item.group, item.param).name,
-        "formats": optimizer._format(item.group, item.name, item.param).name,
-        "masters": optimizer._master(item.param).name,
+        "rules": ("optimizer", optimizer._rule_of(item.group, item.param).name),
+        "formats": ("state", optimizer._format(item.group, item.name, item.param).name),
+        "masters": ("master", optimizer._master(item.param).name),
     }
-    words = {"rules": "optimizer", "formats": "state", "masters": "master"}
-    for kind, word in here.items():
-        saved = about[kind][position]
-        if saved != word:
+    for kind, (word, asked) in here.items():
+        saved = about[kind][item.index]
+        if saved != asked:
             raise ValueError(
-                f"checkpoint holds {words[kind]} {saved!r} for {item.name}, this run asks for {word!r}: "
-                f"resume with {words[kind]}={saved}"
+                f"checkpoint holds {word} {saved!r} for {item.name}, this run asks for {asked!r}: "
+                f"resume with {word}={saved}"
             )
     if not item.state:
         return {}
@@ -174,14 +134,14 @@ def _from_ours(optimizer: FusedOptimizer, item: Incoming, about: Mapping[str, An
     for key, request in wanted.items():
         tensor = item.state[key]
         if key == "step":
-            tensor = torch.as_tensor(tensor).to(torch.int64)
+            continue
         got = (tuple(tensor.shape), tensor.dtype) if isinstance(tensor, Tensor) else type(tensor).__name__
         if got != (request.shape, request.dtype):
             raise ValueError(
                 f"checkpoint holds {key} of {item.name} as {got}, expected {(request.shape, request.dtype)}: "
                 "the parameter has another shape than when it was saved"
             )
-    return dict(item.state)
+    return {**item.state, "step": _step_of(item)}
 
 
 def _from_torch(optimizer: FusedOptimizer, item: Incoming) -> dict[str, Tensor]:
@@ -189,47 +149,44 @@ def _from_torch(optimizer: FusedOptimizer, item: Incoming) -> dict[str, Tensor]:
     rule = optimizer._rule_of(item.group, item.param)
     if not item.state:
         return {}
+    step = _step_of(item)
+    held = {"step": step}
+    fmt, shape = optimizer._format(item.group, item.name, item.param), tuple(item.param.shape)
     for moment in rule.moments:
         tensor = item.state.get(moment.name)
         if not isinstance(tensor, Tensor) or tensor.shape != item.param.shape:
             raise ValueError(
                 f"checkpoint holds {sorted(item.state)} for {item.name}, the rule {rule.name} needs {moment.name} "
-                f"of shape {tuple(item.param.shape)}: it belongs to another optimizer or model"
+                f"of shape {shape}: it belongs to another optimizer or model"
             )
-    # torch's SGD keeps no step; with a momentum buffer at least one update has been applied.
-    step = int(item.state.get("step", 1))
-    held = {"step": torch.tensor(step, dtype=torch.int64)}
-    fmt = optimizer._format(item.group, item.name, item.param)
-    for moment in rule.moments:
         codec = fmt.codec(moment)
-        values = item.state[moment.name].to(torch.float32)
-        parts = codec.parts(tuple(item.param.shape))
-        for part, tensor in zip(parts, codec.encode(values, Place(step)), strict=True):
-            held[moment.name + part.suffix] = tensor
+        encoded = codec.encode(tensor.to(torch.float32), Place(int(step)))
+        held.update({moment.name + part.suffix: t for part, t in zip(codec.parts(shape), encoded, strict=True)})
     return held
 
 
-def _numbers_of(
-    optimizer: FusedOptimizer, saved_groups: Sequence[Mapping[str, Any]], incoming: Sequence[Incoming]
-) -> list[dict[str, Any]]:
-    """The hyperparameters that each group here takes over: those of the saved group that holds its parameters."""
-    owner = {index: number for number, group in enumerate(saved_groups) for index in group["params"]}
-    result = []
-    for group in optimizer.param_groups:
-        owners = {owner[item.index] for item in incoming if item.group is group}
-        if len(owners) != 1:
-            raise ValueError(
-                f"the parameters of one group here lie in {len(owners)} groups of the checkpoint: "
-                "build the optimizer with the same groups"
-            )
-        saved = saved_groups[owners.pop()]
-        left_out = {"params", "param_names", "decoupled_weight_decay", *EXECUTION_KEYS}
-        result.append({key: value for key, value in saved.items() if key not in left_out})
-    return result
+def _step_of(item: Incoming) -> Tensor:
+    """The updates applied to a parameter; torch's SGD keeps none, and with a momentum buffer has applied one."""
+    number = float(item.state.get("step", 1))
+    if number < 0 or number != int(number):
+        raise ValueError(
+            f"checkpoint holds step {number:g} for {item.name}: must be a whole number >= 0; it is damaged"
+        )
+    return torch.tensor(int(number), dtype=torch.int64)
+
+
+def _take_over(group: dict[str, Any], numbers: Mapping[str, Any]) -> None:
+    """Sets a group's hyperparameters; a tensor lr stays the same tensor, which somebody may hold."""
+    for key, value in numbers.items():
+        mine = group.get(key)
+        if isinstance(mine, Tensor):
+            mine.fill_(float(value))
+        else:
+            group[key] = value.clone() if isinstance(value, Tensor) else value
 
 
 def _restart(optimizer: FusedOptimizer, item: Incoming) -> None:
-    """Clears the state of a parameter that the checkpoint says was never stepped."""
+    """State of a parameter that was never stepped, with a master weight that knows only the parameter."""
     held = optimizer.state[item.param]
     master = optimizer._master(item.param)
     for tensor in held.values():
@@ -245,12 +202,3 @@ def _check_version(about: Mapping[str, Any]) -> None:
             f"checkpoint has state format version {version!r}, known: {FORMAT_VERSION}; "
             "load it with the version of lightning_fuse that wrote it, or a newer one"
         )
-
-
-def _outline(value: Any) -> str:
-    return f"the keys {_shorten([str(key) for key in value])}" if isinstance(value, Mapping) else type(value).__name__
-
-
-def _shorten(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:5]) or "none"
-    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")

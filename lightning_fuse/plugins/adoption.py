@@ -9,17 +9,25 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from lightning.pytorch.core.optimizer import _MockOptimizer
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from lightning_fuse.optim import FusedAdam, FusedAdamW, FusedOptimizer, FusedSGD
+from lightning_fuse.optim import FusedAdam, FusedAdamW, FusedLAMB, FusedLARS, FusedLion, FusedOptimizer, FusedSGD
 from lightning_fuse.optim.fused import parameter_names
 from lightning_fuse.optim.groups import check_patterns
 from lightning_fuse.optim.selection import StateSpec
 from lightning_fuse.optim.settings import EXECUTION_KEYS
 from lightning_fuse.registry import unknown_name
 
-FUSED: dict[str, type[FusedOptimizer]] = {"adamw_fused": FusedAdamW, "adam_fused": FusedAdam, "sgd_fused": FusedSGD}
+FUSED: dict[str, type[FusedOptimizer]] = {
+    "adamw_fused": FusedAdamW,
+    "adam_fused": FusedAdam,
+    "sgd_fused": FusedSGD,
+    "lion_fused": FusedLion,
+    "lars_fused": FusedLARS,
+    "lamb_fused": FusedLAMB,
+}
 SAME_RULE: dict[type[Optimizer], str] = {AdamW: "adamw_fused", Adam: "adam_fused", SGD: "sgd_fused"}
 AUTO = "auto"
 # Keys of torch's groups that our optimizers do not keep; "decoupled_weight_decay" has decided the class by then.
@@ -97,7 +105,8 @@ class Adopter:
         result = []
         for old in optimizers:
             wish = self.wish if len(optimizers) == 1 else _narrowed(self.wish, old, optimizers, names)
-            if self.wish.optimizer is None:
+            if self.wish.optimizer is None or isinstance(old, _MockOptimizer):
+                # The mock stands for "no optimizer": configure_optimizers returned None.
                 keep_execution(old)
                 result.append(old)
             elif isinstance(old, FusedOptimizer):
@@ -224,8 +233,14 @@ def _is_narrow(optimizer: Optimizer) -> bool:
 
 
 def _arguments(cls: type[FusedOptimizer]) -> set[str]:
-    shared = {"lr", "weight_decay", "maximize"}
-    return shared | ({"momentum", "dampening", "nesterov"} if cls is FusedSGD else {"betas", "eps", "amsgrad"})
+    """The settings that a class takes over; those that another rule has besides mean nothing to it."""
+    own = {
+        FusedSGD: {"momentum", "dampening", "nesterov"},
+        FusedLARS: {"momentum", "nesterov"},
+        FusedLion: {"betas"},
+        FusedLAMB: {"betas", "eps"},
+    }
+    return {"lr", "weight_decay", "maximize"} | own.get(cls, {"betas", "eps", "amsgrad"})
 
 
 def _check_same(old: FusedOptimizer, wish: Wish) -> None:

@@ -267,15 +267,15 @@ class FusePrecision(Precision):
         state = self.contract.state_dict()
         if self._windows is not None:
             grads = {name: p.grad for p, name in self.contract.names.items() if p.grad is not None}
-            state["carried"] = self._windows.carried
+            state["loop_windows"] = self._windows.state_dict()
             state["open_gradients"] = grads if self.contract.contributions else {}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues where ``state_dict`` was taken."""
         self.contract.load_state_dict(state_dict)
-        if self._windows is not None and "carried" in state_dict:
-            self._windows.carried = int(state_dict["carried"])
+        if self._windows is not None and "loop_windows" in state_dict:
+            self._windows.load_state_dict(state_dict["loop_windows"])
             self._open_gradients = dict(state_dict["open_gradients"])
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -303,9 +303,7 @@ class FusePrecision(Precision):
             self.contract.window.ranks = trainer.world_size
             self.contract.window.all_reduce = lambda tensor, op: cast(Tensor, strategy.reduce(tensor, reduce_op=op))
         if module.automatic_optimization:
-            carried = 0 if self._windows is None else self._windows.carried
             self._windows = LoopWindows(trainer, self.contract)
-            self._windows.carried = carried
             self._windows.install()
         else:
             self._ranks = average_by_step(trainer.strategy.model)

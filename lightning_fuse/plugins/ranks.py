@@ -64,10 +64,11 @@ class GradientAverage:
         present = params[0].new_tensor([p.grad is not None for p in params])
         parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
         flat = torch.cat([part.reshape(-1) for part in parts] + [present])
+        # Divided first, as DistributedDataParallel does: a sum over ranks could overflow in 16 bits.
+        flat = flat / dist.get_world_size(self._group)
         dist.all_reduce(flat, group=self._group)
         # Read only where this rank has to know whether another one has a gradient.
         counts = flat[-len(params) :].tolist() if any(p.grad is None for p in params) else [1.0] * len(params)
-        flat = flat / dist.get_world_size(self._group)
         begin = 0
         for p, count in zip(params, counts, strict=True):
             mean = flat[begin : begin + p.numel()].view(p.shape)

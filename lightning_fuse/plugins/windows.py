@@ -81,6 +81,14 @@ class LoopWindows:
         elif self._policy == "drop":
             self._contract.window.close()
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run has to know, as plain data."""
+        return {"carried": self.carried, "validation_is_due": self._validation_is_due}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues where ``state_dict`` was taken."""
+        self.carried, self._validation_is_due = int(state["carried"]), bool(state["validation_is_due"])
+
     @property
     def _size(self) -> int:
         return self._trainer.accumulate_grad_batches

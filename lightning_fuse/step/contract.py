@@ -266,7 +266,7 @@ class StepContract:
         return outcomes
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters, loss scale and open window as plain data."""
+        """Counters, loss scale and open window as plain data; on a GPU ``collect`` first, to have all steps counted."""
         return {
             "counters": self.counters.state_dict(),
             "window": self.window.state_dict(),
@@ -316,11 +316,16 @@ class StepContract:
             now = verdict.clip_coef(clip_norm)
             factor = factor * now
             coef = now if coef is None else coef * now
-        if not self._may_defer(found_inf.device, optimizer) and bool(found_inf):
-            self._check_policy(optimizer, index, where)
-        self._overflow = found_inf if self._overflow is None else torch.maximum(self._overflow, found_inf)
         skip_on = None if self.on_nonfinite == "step" else found_inf
-        self._apply(optimizer, grads, None if factor is neutral else factor, skip_on)
+        skipped = False
+        if not self._may_defer(found_inf.device, optimizer):
+            if bool(found_inf):
+                self._check_policy(optimizer, index, where)
+            # Known now: hooks around the optimizer's step run for applied updates only.
+            skipped, skip_on = skip_on is not None and bool(found_inf), None
+        self._overflow = found_inf if self._overflow is None else torch.maximum(self._overflow, found_inf)
+        if not skipped:
+            self._apply(optimizer, grads, None if factor is neutral else factor, skip_on)
         self._report(index, where, None, (found_inf, grad_norm, neutral if coef is None else coef))
 
     def _apply(self, optimizer: Optimizer, grads: list[Tensor], factor: Tensor | None, skip_on: Tensor | None) -> None:
@@ -330,8 +335,6 @@ class StepContract:
                 optimizer.step()
             finally:
                 optimizer.grad_factor = optimizer.found_inf = None
-            return
-        if skip_on is not None and bool(skip_on):
             return
         if factor is not None:
             torch._foreach_mul_(grads, factor)

@@ -1,0 +1,179 @@
+"""What a run came to, read off the trainer and the machine, and shown as a table."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch.optim import Optimizer
+
+from lightning_fuse.callbacks.step_monitor import state_bytes
+from lightning_fuse.callbacks.time_to_target import TimeToTarget
+from lightning_fuse.records import OptimizerSummary, RunSummary, summary_table
+
+# Class name to the word the user types.
+WORDS = {
+    "FusedAdamW": "adamw_fused",
+    "FusedAdam": "adam_fused",
+    "FusedSGD": "sgd_fused",
+    "FusedLion": "lion_fused",
+    "FusedLARS": "lars_fused",
+    "FusedLAMB": "lamb_fused",
+}
+
+
+class BestValue:
+    """The best value of one validation metric.
+
+    Args:
+        metric: Its name; None finds one, see ``watch``.
+        mode: "min" or "max".
+
+    Raises:
+        ValueError: ``mode`` is unknown.
+    """
+
+    def __init__(self, metric: str | None, mode: str) -> None:
+        if mode not in ("min", "max"):
+            raise ValueError(f"unknown mode {mode!r}; known: max, min")
+        self.metric = metric
+        self.mode = mode
+        self.value: float | None = None
+        self.step = 0
+
+    def watch(self, trainer: pl.Trainer) -> None:
+        """Takes the metric of the first checkpoint callback that monitors one, or TimeToTarget's, if none was named."""
+        if self.metric is not None:
+            return
+        monitors: list[Any] = [c for c in trainer.checkpoint_callbacks if getattr(c, "monitor", None)]
+        if monitors:
+            self.metric, self.mode = monitors[0].monitor, monitors[0].mode
+        elif (target := _first_target(trainer)) is not None:
+            self.metric, self.mode = target.metric, target.mode
+
+    def look(self, metrics: Mapping[str, float], step: int) -> None:
+        """Keeps the metric's value if it is the best so far.
+
+        Args:
+            metrics: Those of one validation.
+            step: Global step of that validation.
+        """
+        value = metrics.get(self.metric) if self.metric else None
+        if value is None or math.isnan(value):
+            return
+        if self.value is None or (value < self.value if self.mode == "min" else value > self.value):
+            self.value, self.step = value, step
+
+    def record(self, trainer: pl.Trainer) -> dict[str, Any] | None:
+        """``{metric, mode, value, step, checkpoint}``, or None where nothing is watched."""
+        if self.metric is None:
+            return None
+        monitored = [c for c in trainer.checkpoint_callbacks if getattr(c, "monitor", None) == self.metric]
+        # Without a checkpoint of the best there is still the last one to point at.
+        paths = [getattr(c, "best_model_path", "") for c in (*monitored, *trainer.checkpoint_callbacks)]
+        checkpoint = next((path for path in paths if path), None)
+        return {
+            "metric": self.metric,
+            "mode": self.mode,
+            "value": self.value,
+            "step": self.step,
+            "checkpoint": checkpoint,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Metric, mode, value and step."""
+        return {"metric": self.metric, "mode": self.mode, "value": self.value, "step": self.step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on with the value, if it is one of the same metric."""
+        if self.metric in (None, state["metric"]) and (self.metric is None or self.mode == state["mode"]):
+            self.metric, self.mode = state["metric"], state["mode"]
+            self.value, self.step = state["value"], state["step"]
+
+
+def summarize_optimizers(trainer: pl.Trainer, word: str | None) -> list[OptimizerSummary]:
+    """One entry per optimizer.
+
+    Args:
+        trainer: Whose.
+        word: The configured word of the optimizer; counts where there is one.
+
+    Returns:
+        Names, kernels, formats, masters and bytes.
+    """
+    single = word if len(trainer.optimizers) == 1 else None
+    return [_summarize(optimizer, single) for optimizer in trainer.optimizers]
+
+
+def _summarize(optimizer: Optimizer, word: str | None) -> OptimizerSummary:
+    name = type(optimizer).__name__
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    formats = getattr(optimizer, "formats", None)
+    elements: dict[str, int] = {}
+    if callable(formats):  # in the order of the parameters
+        for word_of_format, p in zip(formats().values(), parameters, strict=False):
+            elements[word_of_format] = elements.get(word_of_format, 0) + p.numel()
+    return OptimizerSummary(
+        name=WORDS.get(name) or word or name,
+        kernel=getattr(optimizer, "kernel_name", None),
+        formats=elements,
+        master=getattr(optimizer, "master", None),
+        parameters=sum(p.numel() for p in parameters),
+        state_bytes=state_bytes(optimizer),
+    )
+
+
+def target_record(trainer: pl.Trainer) -> dict[str, Any] | None:
+    """What the first TimeToTarget of a trainer says, or None without one."""
+    first = _first_target(trainer)
+    return None if first is None else first.record()
+
+
+def _first_target(trainer: Any) -> TimeToTarget | None:
+    return next((callback for callback in trainer.callbacks if isinstance(callback, TimeToTarget)), None)
+
+
+def peak_memory_bytes() -> int | None:
+    """The most memory this process has had resident, or None where the system does not say."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def peak_gpu_bytes() -> int | None:
+    """The most memory that torch has held on one GPU, or None without one in use."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return None
+    return max(torch.cuda.max_memory_allocated(device) for device in range(torch.cuda.device_count()))
+
+
+def median(values: Sequence[float]) -> float | None:
+    """The middle value, or None of nothing."""
+    return statistics.median(values) if values else None
+
+
+def show_table(summary: RunSummary) -> None:
+    """Prints a summary as a table; plain text where rich is missing."""
+    rows = summary_table(summary)
+    try:
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError:
+        width = max(len(label) for label, _ in rows)
+        print("\n".join(f"{label:<{width}}  {text}" for label, text in rows))
+        return
+    table = Table(show_header=False, title="lightning_fuse run", title_justify="left")
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, text in rows:
+        table.add_row(label, Text(text))  # Text: brackets in a path are no markup
+    Console().print(table)

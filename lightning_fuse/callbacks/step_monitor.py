@@ -1,0 +1,196 @@
+"""StepMonitor: what the optimizer steps did, in every logger and on the progress bar.
+
+Names, logged at the loggers' x of the batch, like the module's own training metrics:
+
+==========================  ==================================================================================
+``step/update``             applied optimizer steps of the run
+``step/skipped``            skipped ones, in all; ``step/skipped/<reason>`` for each reason that occurred
+``step/loss_scale``         after the step; missing where the precision has none
+``step/grad_norm``          global L2, unscaled, before clipping; missing where there was no gradient
+``step/grad_norm_clipped``  after clipping
+``step/clip_coef``          what clipping multiplied by; 1 where nothing was clipped
+``step/lr/<group>``         learning rate of this step, per parameter group (its name, or its number)
+``step/optimizer_ms``       host milliseconds of the step, verdict included
+``step/state_bytes``        bytes of all optimizer state, once, after the first update
+==========================  ==================================================================================
+
+With several optimizers, those after the first add ``/optimizer<index>`` to the names of what is their own. Every
+``log_every_n_steps`` steps are logged, and every skip; everything is counted. The progress bar shows ``skips`` and
+``scale``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.optim import Optimizer
+
+from lightning_fuse.step import StepOutcome
+
+# What the progress bar shows; not metrics of the run.
+PROGRESS_NAMES = ("skips", "scale")
+
+
+class StepMonitor(Callback):
+    """Logs every optimizer step; see the module for the names.
+
+    Attributes:
+        updates: Applied optimizer steps of the run.
+        global_step: Optimizer steps of the run, skips included.
+        skips: Reason to number of skipped steps; counted over resumes.
+        loss_scale: The last loss scale, or None.
+    """
+
+    def __init__(self) -> None:
+        self.updates = 0
+        self.global_step = 0
+        self.skips: dict[str, int] = {}
+        self.loss_scale: float | None = None
+        self._state_bytes_logged = False
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """State may have been allocated anew, so its bytes are logged once more."""
+        self._state_bytes_logged = False
+
+    def on_step_outcome(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outcome: StepOutcome) -> None:
+        """Counts the step, and logs it if it is its turn or if it was skipped."""
+        self.updates = outcome.update
+        self.global_step = outcome.global_step
+        self.loss_scale = outcome.loss_scale_after
+        if not outcome.applied:
+            self.skips[outcome.reason] = self.skips.get(outcome.reason, 0) + 1
+        if not trainer.loggers:
+            return
+        figures = {} if outcome.applied and not is_turn(trainer, outcome) else self._figures(trainer, outcome)
+        if outcome.applied and not self._state_bytes_logged:
+            self._state_bytes_logged = True
+            figures["step/state_bytes"] = sum(sum(state_bytes(o).values()) for o in trainer.optimizers)
+        for logger in trainer.loggers if figures else ():
+            logger.log_metrics(figures, step=logger_step(trainer, outcome))
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Shows skips and loss scale on the progress bar."""
+        # Here and not in on_step_outcome: what is logged inside the optimizer step files under whichever hook happens
+        # to be running, and manual optimization has none.
+        pl_module.log("skips", float(sum(self.skips.values())), prog_bar=True, logger=False)
+        if self.loss_scale is not None:
+            pl_module.log("scale", float(self.loss_scale), prog_bar=True, logger=False)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Says in one line what the steps came to."""
+        rank_zero_info(self.describe())
+
+    def describe(self) -> str:
+        """Updates, skips by reason and the last loss scale in one line."""
+        skipped = ", ".join(f"{count} {reason}" for reason, count in sorted(self.skips.items())) or "none"
+        scale = "no loss scale" if self.loss_scale is None else f"loss scale {self.loss_scale:g}"
+        return f"{self.updates} updates in {self.global_step} optimizer steps; skipped: {skipped}; {scale}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts."""
+        return {
+            "updates": self.updates,
+            "global_step": self.global_step,
+            "skips": dict(self.skips),
+            "loss_scale": self.loss_scale,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues the counts."""
+        self.updates = int(state_dict["updates"])
+        self.global_step = int(state_dict["global_step"])
+        self.skips = {str(reason): int(count) for reason, count in state_dict["skips"].items()}
+        self.loss_scale = state_dict["loss_scale"]
+
+    def _figures(self, trainer: pl.Trainer, outcome: StepOutcome) -> dict[str, float]:
+        own = f"/optimizer{outcome.optimizer}" if outcome.optimizer else ""
+        figures: dict[str, float] = {
+            "step/update": outcome.update,
+            "step/skipped": sum(self.skips.values()),
+            **{f"step/skipped/{reason}": count for reason, count in self.skips.items()},
+            f"step/clip_coef{own}": outcome.clip_coef,
+        }
+        if outcome.loss_scale_after is not None:
+            figures["step/loss_scale"] = outcome.loss_scale_after
+        if outcome.grad_norm is not None:
+            figures[f"step/grad_norm{own}"] = outcome.grad_norm
+            figures[f"step/grad_norm_clipped{own}"] = outcome.grad_norm * outcome.clip_coef
+        milliseconds = getattr(trainer.precision_plugin, "last_step_ms", None)
+        if milliseconds is not None:
+            figures[f"step/optimizer_ms{own}"] = float(milliseconds)
+        if outcome.optimizer < len(trainer.optimizers):
+            rates = learning_rates(trainer.optimizers[outcome.optimizer])
+            figures.update({f"step/lr/{group}{own}": rate for group, rate in rates.items()})
+        return figures
+
+
+def learning_rates(optimizer: Optimizer) -> dict[str, float]:
+    """The learning rate of each parameter group, under its name or, without one, its number.
+
+    Args:
+        optimizer: Any torch optimizer.
+
+    Returns:
+        Group to learning rate.
+    """
+    groups = optimizer.param_groups
+    names = [str(group.get("name", index)) for index, group in enumerate(groups)]
+    if len(set(names)) < len(names):  # two groups of one name would hide one another
+        names = [f"{name}.{index}" for index, name in enumerate(names)]
+    return {name: float(group["lr"]) for name, group in zip(names, groups, strict=True) if "lr" in group}
+
+
+def state_bytes(optimizer: Optimizer) -> dict[str, int]:
+    """The bytes of an optimizer's state on this device.
+
+    Args:
+        optimizer: One of ours, asked itself, or any other: then every tensor in its state counts, under its key.
+
+    Returns:
+        Kind of state to bytes.
+    """
+    ours = getattr(optimizer, "state_bytes", None)
+    if callable(ours):
+        return dict(ours())
+    sizes: dict[str, int] = {}
+    for state in optimizer.state.values():
+        _add_sizes(state, sizes, "")
+    return sizes
+
+
+def logger_step(trainer: pl.Trainer, outcome: StepOutcome | None = None) -> int:
+    """The x at which Lightning logs what belongs to a batch: optimizer steps before the one of that batch.
+
+    Args:
+        trainer: The trainer.
+        outcome: That of the batch, which may be told later than the batch itself; None for the running batch.
+
+    Returns:
+        The x.
+    """
+    if outcome is not None and trainer.lightning_module.automatic_optimization:
+        return outcome.global_step - 1
+    return getattr(trainer.fit_loop.epoch_loop, "_batches_that_stepped", trainer.global_step)
+
+
+def is_turn(trainer: pl.Trainer, outcome: StepOutcome) -> bool:
+    """Whether an outcome belongs to a batch that ``log_every_n_steps`` wants logged."""
+    every = int(getattr(trainer, "log_every_n_steps", 0))
+    return bool(every) and (logger_step(trainer, outcome) + 1) % every == 0
+
+
+def _add_sizes(state: Any, sizes: dict[str, int], prefix: str) -> None:
+    for key, value in state.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, torch.Tensor):
+            local = value.to_local() if hasattr(value, "to_local") else value
+            sizes[name] = sizes.get(name, 0) + local.numel() * local.element_size()
+        elif isinstance(value, Mapping):
+            _add_sizes(value, sizes, f"{name}.")

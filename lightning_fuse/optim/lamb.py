@@ -1,0 +1,58 @@
+"""FusedLAMB: AdamW whose step is rescaled layer by layer, over any state format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_fuse.optim.fused import FusedOptimizer, Params
+from lightning_fuse.optim.selection import StateSpec
+from lightning_fuse.optim.settings import check_adam, refuse_unsupported
+from lightning_fuse.rules import RULES, UpdateRule
+
+
+class FusedLAMB(FusedOptimizer):
+    """LAMB; the formula and its source are in ``lightning_fuse.rules.lamb``.
+
+    A parameter of norm other than 0 moves by lr times its norm in every update, whatever its gradient.
+
+    Args:
+        params: Parameters, (name, parameter) pairs, or group dicts of either. Each tensor is a layer with norms of its
+            own, vectors and scalars too.
+        lr: Learning rate; a number or a one-element tensor.
+        betas: Decay of the running averages of gradient and squared gradient.
+        eps: Added to the denominator.
+        weight_decay: Decoupled decay, part of the step that is rescaled.
+        maximize: Ascend instead of descend.
+        state: State format of the moments; see ``FusedAdamW``.
+        master: Master weights of 16-bit parameters; see ``FusedAdamW``.
+        kernel: "auto" or a kernel's name.
+
+    Raises:
+        TypeError: A parameter is not a dense float32, bfloat16 or float16 tensor, or an argument is unknown.
+        ValueError: A value is out of range, unknown, or would have no effect.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: Any = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 1e-2,
+        *,
+        maximize: bool = False,
+        state: StateSpec = "fp32",
+        master: str = "none",
+        kernel: str = "auto",
+        **unsupported: Any,
+    ) -> None:
+        refuse_unsupported(type(self).__name__, unsupported)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults, state=state, master=master, kernel=kernel)
+
+    def _rule(self, group: Mapping[str, Any]) -> UpdateRule:
+        return RULES["lamb"]
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        check_adam(group)

@@ -1,0 +1,47 @@
+"""What a run leaves on disk. Standard library only, so that finished runs are read without torch.
+
+======================  ==========================================================================
+``run_folder.py``       the layout, and the checkpoint to resume from
+``manifest.py``         ``manifest.json``: what ran
+``step_rows.py``        ``steps.jsonl``: every optimizer step
+``metrics_table.py``    ``metrics.csv``: every measurement
+``summary.py``          ``summary.json``: how it ended
+``strict_json.py``      JSON that every reader accepts
+``durable.py``          files that are old or new, never half
+======================  ==========================================================================
+"""
+
+from lightning_fuse.records.manifest import (
+    add_resume,
+    build_manifest,
+    config_changes,
+    read_manifest,
+    sha256_of,
+    write_manifest,
+)
+from lightning_fuse.records.metrics_table import MetricsTable, read_metrics
+from lightning_fuse.records.run_folder import Checkpoint, RunFolder, find_checkpoint
+from lightning_fuse.records.step_rows import StepRows, last_step, read_step_rows
+from lightning_fuse.records.summary import OptimizerSummary, RunSummary, read_summary, summary_table, write_summary
+
+__all__ = [
+    "Checkpoint",
+    "MetricsTable",
+    "OptimizerSummary",
+    "RunFolder",
+    "RunSummary",
+    "StepRows",
+    "add_resume",
+    "build_manifest",
+    "config_changes",
+    "find_checkpoint",
+    "last_step",
+    "read_manifest",
+    "read_metrics",
+    "read_step_rows",
+    "read_summary",
+    "sha256_of",
+    "summary_table",
+    "write_manifest",
+    "write_summary",
+]

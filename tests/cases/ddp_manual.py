@@ -1,0 +1,61 @@
+"""Two ranks for ``test_case_24_ranks.py``, started as a process of its own; prints what rank 0 saw as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import DataLoader
+
+from lightning_fuse import Fuse
+from lightning_fuse.plugins import contract_of
+from tests.cases import Four, quiet_trainer, sgd
+
+
+class ByHand(Four):
+    """Four backwards for every step, and each rank its own gradients."""
+
+    def __init__(self):
+        super().__init__(sgd)
+        self.automatic_optimization = False
+
+    def training_step(self, batch):
+        self.manual_backward((self.w * batch * (1 + 2 * self.global_rank)).sum() / 4)
+        if self.trainer.fit_loop.epoch_loop.batch_idx % 4 == 3:
+            self.clip_gradients(self.optimizers(), gradient_clip_val=2.0, gradient_clip_algorithm="norm")
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
+class Tokens(Four):
+    """Rank 0 has one token with gradient 4 in all, rank 1 three with gradient 0."""
+
+    def __init__(self):
+        super().__init__(sgd)
+
+    def training_step(self, batch):
+        contract = contract_of(self.trainer)
+        if contract is not None:
+            contract.window.weigh(1 + 2 * self.global_rank)
+        return (self.w * (4.0 - 4.0 * self.global_rank)).sum()
+
+
+def main(kind, fused):
+    module = {"manual": ByHand, "tokens": Tokens}[kind]()
+    trainer = quiet_trainer(
+        *([Fuse()] if fused else []),
+        devices=2,
+        strategy="ddp_find_unused_parameters_true",
+        use_distributed_sampler=False,
+    )
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        trainer.fit(module, DataLoader([torch.tensor(1.0)] * 8, batch_size=None))
+    reduced = sum(event.count for event in profiler.key_averages() if event.key == "gloo:all_reduce")
+    if trainer.global_rank == 0:
+        print(json.dumps({"w": module.w.tolist(), "reduced": reduced, "steps": trainer.global_step}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2] == "fused")

@@ -1,0 +1,171 @@
+"""Cases 16, 21, 22 and 23: stopping on updates, dropped and carried windows, token weights, validation on windows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch.utils.data import DataLoader
+
+from lightning_fuse import Fuse
+from lightning_fuse.plugins import contract_of
+from tests.cases import BAD, NONE, Four, Validated, batches, half, one_bad, quiet_trainer, sgd, train
+from tests.cases import Outcomes as Watch
+
+FUSES = {"ours": {}, "kept": {"optimizer": None}}
+
+
+@pytest.fixture(params=FUSES)
+def settings(request):
+    return FUSES[request.param]
+
+
+def test_case_16_stopping_on_updates(settings):
+    module = Four(sgd)
+    trainer, outcomes = train(module, one_bad(20, 0, 2, 3), Fuse(max_updates=5, **settings), max_epochs=9)
+    assert outcomes.of("update")[-1] == 5
+    assert trainer.global_step == contract_of(trainer).global_step == 8
+    assert module.w.tolist() == [-4.0] * 4
+
+
+def test_case_16_stopping_on_updates_with_windows_and_over_epochs(settings):
+    module = Four(sgd)
+    trainer, _ = train(module, one_bad(10, 1), Fuse(max_updates=5, **settings), max_epochs=9, accumulate_grad_batches=4)
+    assert contract_of(trainer).updates == 5
+    assert trainer.global_step == 8  # three windows an epoch, the first of them bad
+
+
+def test_case_16_max_updates_counts_over_a_resume(settings, tmp_path):
+    first, _ = train(Four(sgd), one_bad(4, 1), Fuse(**settings))
+    first.save_checkpoint(tmp_path / "a.ckpt")
+    second = quiet_trainer(Fuse(max_updates=5, **settings), max_epochs=9)
+    second.fit(Four(sgd), one_bad(4, 1), ckpt_path=tmp_path / "a.ckpt")
+    assert contract_of(second).updates == 5
+
+
+def windows(loader, window, settings, epochs=1, accumulate=4, **more):
+    module = Four(sgd)
+    trainer, outcomes = train(
+        module, loader, Fuse(window=window, **settings), max_epochs=epochs, accumulate_grad_batches=accumulate, **more
+    )
+    return 1.0 - module.w[0].item(), outcomes, trainer
+
+
+def test_case_21_drop_leaves_a_short_window_out(settings):
+    moved, outcomes, trainer = windows(one_bad(5), "drop", settings, epochs=2)
+    assert moved == 2.0
+    assert outcomes.of("window_size") == [4, 4]
+    assert trainer.global_step == 2
+
+
+def test_case_21_carry_fills_it_in_the_next_epoch(settings):
+    moved, outcomes, trainer = windows(batches(1, 1, 1, 1, 5), "carry", settings, epochs=4)
+    # 20 batches, 5 windows: 1; 5,1,1,1; 1,5,1,1; 1,1,5,1; 1,1,1,5.
+    assert outcomes.of("window_size") == [4] * 5
+    assert moved == pytest.approx(1.0 + 4 * 2.0)
+    assert trainer.global_step == 5
+
+
+@pytest.mark.parametrize("window", ["drop", "carry"])
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_case_21_with_overflows_and_batches_that_give_nothing(window, precision, settings):
+    plugin = half() if precision == "16-mixed" else precision
+    moved, outcomes, _ = windows(batches(1, BAD, 1, 1, NONE, 1, 1, 1, 1), window, settings, precision=plugin)
+    assert outcomes.of("reason") == ["nonfinite", "ok"]
+    assert outcomes.of("window_size") == [4, 3]
+    assert moved == pytest.approx(1.0)
+
+
+def test_case_21_carry_goes_on_over_a_resume(settings, tmp_path):
+    values = batches(1, 2, 3, 4, 5, 6)
+    whole, _, trainer = windows(values, "carry", settings, epochs=4)
+    _, _, first = windows(values, "carry", settings, epochs=1)
+    first.save_checkpoint(tmp_path / "a.ckpt")
+    module = Four(sgd)
+    second = quiet_trainer(Fuse(window="carry", **settings), max_epochs=4, accumulate_grad_batches=4)
+    second.fit(module, values, ckpt_path=tmp_path / "a.ckpt")
+    assert 1.0 - module.w[0].item() == whole
+    assert contract_of(second).state_dict() == contract_of(trainer).state_dict()
+
+
+def test_case_21_an_epoch_that_never_fills_a_window_is_reported(settings):
+    with pytest.raises(ValueError, match=r"accumulate_grad_batches=4.*3 batches"):
+        windows(one_bad(3), "drop", settings)
+    moved, outcomes, _ = windows(one_bad(3), "carry", settings, epochs=4)
+    assert outcomes.of("window_size") == [4, 4, 4]
+    assert moved == 3.0
+
+
+class Tokens(Four):
+    """A batch is one gradient per token; the loss is their mean, and the module says how many there are."""
+
+    report = True
+
+    def training_step(self, batch):
+        if self.report:
+            contract_of(self.trainer).window.weigh(len(batch))
+        return (self.w * batch.mean()).sum()
+
+
+def tokens(*rows):
+    return DataLoader([torch.tensor(row) for row in rows], batch_size=None)
+
+
+def test_case_22_uneven_micro_batches_are_one_batch_of_their_tokens(settings):
+    for precision in ("32-true", half()):
+        module = Tokens(sgd)
+        train(module, tokens([4.0], [0.0, 0.0, 0.0]), Fuse(**settings), accumulate_grad_batches=2, precision=precision)
+        assert module.w.tolist() == pytest.approx([0.0] * 4, abs=1e-6)
+
+
+def test_case_22_stock_applies_twice_that():
+    module = Tokens(sgd)
+    module.report = False
+    train(module, tokens([4.0], [0.0, 0.0, 0.0]), accumulate_grad_batches=2)
+    assert module.w.tolist() == [-1.0] * 4
+
+
+def test_case_22_short_windows_and_clipping_go_by_tokens_too(settings):
+    module = Tokens(sgd)
+    rows = tokens([4.0], [0.0, 0.0, 0.0], [8.0, 0.0])
+    _, outcomes = train(module, rows, Fuse(**settings), accumulate_grad_batches=2, gradient_clip_val=4.0)
+    assert outcomes.of("grad_norm") == pytest.approx([2.0, 8.0])
+    assert outcomes.of("clip_coef") == pytest.approx([1.0, 0.5])
+    assert module.w.tolist() == pytest.approx([-2.0] * 4, abs=1e-5)
+
+
+class AtValidation(Callback):
+    def __init__(self):
+        self.updates = []
+
+    def on_validation_start(self, trainer, pl_module):
+        if not trainer.sanity_checking:
+            contract = contract_of(trainer)
+            self.updates.append((contract.updates, contract.contributions) if contract else trainer.global_step)
+
+
+def validated(*callbacks, epochs=3):
+    seen = AtValidation()
+    trainer = quiet_trainer(
+        *callbacks, seen, max_epochs=epochs, accumulate_grad_batches=3, val_check_interval=15,
+        check_val_every_n_epoch=None, num_sanity_val_steps=0,
+    )  # fmt: skip
+    trainer.fit(Validated(sgd), one_bad(20), one_bad(1))
+    return seen.updates
+
+
+def test_case_23_validation_falls_on_closed_windows(settings):
+    assert validated(Fuse(**settings)) == [(5, 0), (10, 0), (15, 0), (20, 0)]
+
+
+def test_case_23_stock_drifts():
+    assert validated() != [5, 10, 15, 20]
+
+
+def test_case_23_a_share_of_an_epoch_waits_for_its_window(settings):
+    seen = AtValidation()
+    trainer = quiet_trainer(
+        Fuse(**settings), seen, Watch(), accumulate_grad_batches=4, val_check_interval=0.5, num_sanity_val_steps=0
+    )
+    trainer.fit(Validated(sgd), one_bad(12), one_bad(1))
+    assert seen.updates == [(2, 0), (3, 0)]
