@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from functools import cache
 
 from torch import Tensor
 
+from lightning_fuse.kernels.cpu.native import NativeKernel
 from lightning_fuse.kernels.kernel import Slot, StepKernel
 from lightning_fuse.kernels.reference import ReferenceKernel
 from lightning_fuse.registry import Registry, unknown_name
 
 # Best first: ``auto`` takes the first that supports all parameters.
-KERNELS: Registry[StepKernel] = Registry("kernel", [ReferenceKernel()])
+KERNELS: Registry[StepKernel] = Registry("kernel", [NativeKernel(), ReferenceKernel()])
 AUTO = "auto"
 
 
@@ -44,10 +47,12 @@ def choose_kernel(name: str, slots: list[Slot]) -> StepKernel:
     candidates = list(KERNELS.values()) if name == AUTO else [KERNELS[name]]
     refusals = []
     for kernel in candidates:
-        refusal = next((f"{slot.name}: {why.why}" for slot in slots if not (why := kernel.supports(slot))), None)
+        refusal = next(((slot.name, why.why) for slot in slots if not (why := kernel.supports(slot))), None)
         if refusal is None:
-            return kernel
-        refusals.append(f"{kernel.name} ({refusal})")
+            return kernel.for_one_optimizer()
+        if name == AUTO and refusal[1] == kernel.missing():
+            _say_once(kernel.name, refusal[1])
+        refusals.append(f"{kernel.name} ({refusal[0]}: {refusal[1]})")
     raise NotImplementedError(
         f"no kernel for these parameters: {'; '.join(refusals)}; use kernel=auto or kernel=reference"
     )
@@ -71,3 +76,9 @@ def sum_of_squares(grads: Sequence[Tensor]) -> Tensor:
     for partial in sums[1:]:
         total = total + partial.to(devices[0])
     return total
+
+
+@cache
+def _say_once(kernel: str, why: str) -> None:
+    """One line per process about a kernel that this machine lacks: the next best gives the same bits, but slower."""
+    warnings.warn(f"the {kernel} kernel is not used because {why}; the reference kernel runs instead", stacklevel=2)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,8 +75,7 @@ class Slot:
     index_start: int = 0
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """One parameter's part in one step.
 
     Attributes:
@@ -98,6 +97,14 @@ class StepKernel(ABC):
     """
 
     name: ClassVar[str]
+
+    def for_one_optimizer(self) -> StepKernel:
+        """The kernel for the parameters of one optimizer: itself, or a copy where it remembers their addresses."""
+        return self
+
+    def missing(self) -> str:
+        """Why it cannot run on this machine at all, as it reads after "because"; empty where it can."""
+        return ""
 
     @abstractmethod
     def supports(self, slot: Slot) -> Support:

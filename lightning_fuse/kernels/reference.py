@@ -122,7 +122,7 @@ def ordered_sum_of_squares(tensor: Tensor) -> list[Tensor]:
     Returns:
         One float64 sum for each piece, 0-dimensional; to be added up one after the other.
     """
-    order = sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d))
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     flat = tensor.detach().permute(order).reshape(-1)
     return [_piece_sum(piece.to(torch.float64).square()) for piece in flat.split(SUM_PIECE) if piece.numel()]
 

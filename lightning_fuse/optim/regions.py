@@ -16,8 +16,8 @@ from lightning_fuse.kernels.cpu.native import zeros as cpu_zeros
 
 ALIGNMENT = 128  # bytes; a cache line pair, so that no two tensors share a vector store
 
-# Bytes by which each region starts later within its page than the one before. Elements of the same index would otherwise
-# lie at one place of their pages in every region, and a core that reads and writes them together takes them for aliases.
+# Bytes by which each region starts later within its page than the one before. Elements of one index would otherwise lie
+# at one place of their pages in every region, and a core that works on them together takes them for aliases.
 STAGGER = 256
 
 

@@ -1,0 +1,78 @@
+# Two commands do all the set-up on a bare machine (git, make, Python, a compiler):
+#
+#     make train    makes .venv, installs what training needs, trains the byte-level GPT with int8 state
+#     make test     makes .venv if it is missing, installs, runs every check and the whole test suite
+#
+# PYTHON=python3.12 picks the interpreter of a new .venv, ARGS='model=small' adds to the training command, JOBS sets the
+# test processes, and PYTEST_ARGS='-k scale' goes to pytest. pip's own settings of the machine apply as they are.
+
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= 2
+ARGS ?=
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
+PYTEST := $(BIN)/python -m pytest -n $(JOBS)
+
+# What a finished installation leaves; older than any of these files, it is done again.
+INSTALL_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard lightning_fuse/kernels/cpu/src/*)
+TRAIN_STAMP := $(VENV)/.installed-train
+DEV_STAMP := $(VENV)/.installed-dev
+
+.PHONY: help train test test-fast test-slow lint format clean
+.DELETE_ON_ERROR:
+
+help:
+	@awk '!/^#/ { exit } { sub(/^# ?/, ""); print }' Makefile
+
+train: $(TRAIN_STAMP)
+	$(BIN)/python train.py optimizer=adamw_fused state=int8 $(ARGS)
+
+test: lint
+	$(PYTEST) $(PYTEST_ARGS)
+
+# For the minutes between two edits; `make test` is what has to pass.
+test-fast: $(DEV_STAMP)
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+test-slow: $(DEV_STAMP)
+	$(PYTEST) -m slow $(PYTEST_ARGS)
+
+lint: $(DEV_STAMP)
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+
+format: $(DEV_STAMP)
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# The interpreter is order-only: its own date says nothing about what is installed.
+$(TRAIN_STAMP): $(INSTALL_INPUTS) | $(BIN)/python
+	@echo "installing lightning_fuse[train] into $(VENV) (a few minutes the first time)"
+	$(PIP_INSTALL) -e '.[train]'
+	@touch $@
+
+$(DEV_STAMP): $(INSTALL_INPUTS) | $(BIN)/python
+	@echo "installing lightning_fuse[dev] into $(VENV) (a few minutes the first time)"
+	$(PIP_INSTALL) -e '.[dev]'
+	@touch $@ $(TRAIN_STAMP)
+
+# The native kernel under the address and undefined-behaviour sanitizers: built apart, with the tests of its bits.
+SANITIZED := build/sanitize
+.PHONY: sanitize
+sanitize: $(DEV_STAMP)
+	cmake -S . -B $(SANITIZED) -DLIGHTNING_FUSE_SANITIZE=ON -DCMAKE_BUILD_TYPE=Debug
+	cmake --build $(SANITIZED)
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
+	LIGHTNING_FUSE_CPU_LIBRARY=$(CURDIR)/$(SANITIZED)/lightning_fuse_cpu.so \
+	$(BIN)/python -m pytest -p no:xdist tests/kernels -k "native" -m "not slow" $(PYTEST_ARGS)

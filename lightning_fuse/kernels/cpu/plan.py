@@ -1,0 +1,180 @@
+"""Pointer and chunk tables of one set of parameters, built once and built again when, and only when, something changed.
+
+What counts is everything that a table was written from: which slots and in which groups, and of every tensor where it
+lies (address, shape, strides, dtype). An address alone would not do: memory is used again, and ``p.data = other``
+leaves the parameter the same object. Gradients come and go, so only their addresses are written anew at every step.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from operator import is_
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from lightning_fuse.formats.int8 import row_length
+from lightning_fuse.kernels.cpu.tables import (
+    DTYPE_IDS,
+    GRADIENT_COLUMNS,
+    SCALARS_BYTES,
+    Layouts,
+    check_slot,
+    chunks_of,
+    cut,
+    group_row,
+    slot_row,
+)
+from lightning_fuse.kernels.kernel import Slot
+
+Group: TypeAlias = Mapping[str, Any]
+
+THREAD_GRAIN = 1 << 14  # elements below which another thread costs more than it brings
+
+_addresses = torch.Tensor.data_ptr
+
+
+class Plan:
+    """The tables of one set of parameters.
+
+    Args:
+        slots: The parameters and their state.
+        grads: Their gradients, in the same order.
+        groups: Their hyperparameters, in the same order.
+
+    Attributes:
+        params: The parameters, in order.
+
+    Raises:
+        RuntimeError: A tensor of the state is not what its format says.
+    """
+
+    def __init__(self, slots: Sequence[Slot], grads: Sequence[Tensor], groups: Sequence[Group]) -> None:
+        for slot in slots:
+            check_slot(slot)
+        self.slots = slots
+        self.params = [slot.param for slot in slots]
+        self._state = list(chain.from_iterable(map(_state_tensors, slots)))
+        self._group_numbers = _number(groups)
+        self._params_seen = _signature(self.params)
+        self._grads_seen = _signature(grads)
+        self._state_seen = list(map(_addresses, self._state))
+        self._write(grads)
+
+    def fits(self, slots: Sequence[Slot], grads: Sequence[Tensor], groups: Sequence[Group]) -> bool:
+        """Whether the tables still say the truth about this work; gradients may have moved."""
+        return (
+            len(slots) == len(self.slots)
+            and all(map(is_, slots, self.slots))
+            and _number(groups) == self._group_numbers
+            and _signature(self.params) == self._params_seen
+            and _signature(grads) == self._grads_seen
+            and list(map(_addresses, self.params)) == self._params_at
+            and list(map(_addresses, self._state)) == self._state_seen
+        )
+
+    def refresh(self, grads: Sequence[Tensor], groups: Sequence[Group]) -> int:
+        """Writes what changes from step to step: where gradients lie, and hyperparameters.
+
+        Args:
+            grads: Gradients that the plan fits.
+            groups: Hyperparameters, in the same order.
+
+        Returns:
+            Address of the ``Plan`` that C++ reads.
+        """
+        self._grads[0::GRADIENT_COLUMNS] = array("q", map(_addresses, grads))
+        rows = dict(zip(self._group_numbers, groups, strict=True))
+        self._groups[:] = array("d", chain.from_iterable(group_row(rows[number]) for number in range(len(rows))))
+        return self._address
+
+    def threads(self, allowed: int) -> int:
+        """How many threads are worth starting."""
+        return max(1, min(allowed, self._cost // THREAD_GRAIN))
+
+    def _write(self, grads: Sequence[Tensor]) -> None:
+        self._params_at = list(map(_addresses, self.params))
+        layouts = Layouts()
+        of_params = [layouts.add(p) for p in self.params]
+        of_grads = [layouts.add(g) for g in grads]
+        self._layouts = layouts
+        self._slots_table, self._grads = array("q"), array("q")
+        for slot, group, mine, grad, its in zip(
+            self.slots, self._group_numbers, of_params, grads, of_grads, strict=True
+        ):
+            self._slots_table.extend(slot_row(slot, group, layouts.address(mine)))
+            self._grads.extend((grad.data_ptr(), DTYPE_IDS[grad.dtype], layouts.address(its)))
+        self._pieces = cut([(p.numel(), row_length(p.shape)) for p in self.params])
+        self._chunks, self._cost = chunks_of(self._pieces)
+        self._groups = array("d", bytes(8 * 8 * (max(self._group_numbers, default=-1) + 1)))
+        self._scalars = array("b", bytes(SCALARS_BYTES * len(self.slots)))
+        self._header = array("q", [len(self.slots), _at(self._slots_table), _at(self._grads), _at(self._pieces)])
+        self._header.extend([len(self._chunks) - 1, _at(self._chunks), _at(self._groups), _at(self._scalars)])
+        self._address = _at(self._header)
+
+
+class SumPlan:
+    """The tables of one look at gradients; only the pieces are worth keeping.
+
+    Attributes:
+        pieces: ``Piece`` rows of the gradients last seen.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: list[int] = []
+        self.pieces = array("q")
+        self.partial = array("d")
+
+    def rows(self, grads: Sequence[Tensor]) -> tuple[array[int], Layouts]:
+        """``Gradient`` rows, and what they point to; cuts pieces anew where the sizes changed.
+
+        Args:
+            grads: float32, bfloat16 or float16, any layout.
+
+        Returns:
+            The rows, flattened, and the layouts.
+        """
+        sizes = [grad.numel() for grad in grads]
+        if sizes != self._sizes:
+            self._sizes, self.pieces = sizes, cut([(size, size) for size in sizes])
+            self.partial = array("d", bytes(8 * (len(self.pieces) // 3)))
+        layouts = Layouts()
+        # Squares may be added in any fixed order, so a dense tensor is read as it lies.
+        numbers = [0 if grad.is_contiguous() else layouts.add(_as_it_lies(grad)) for grad in grads]
+        rows = array("q")
+        for grad, number in zip(grads, numbers, strict=True):
+            rows.extend((grad.data_ptr(), DTYPE_IDS[grad.dtype], layouts.address(number)))
+        return rows, layouts
+
+    @property
+    def cost(self) -> int:
+        """Elements to look at."""
+        return sum(self._sizes)
+
+
+def _as_it_lies(tensor: Tensor) -> Tensor:
+    """The same elements with dimensions in the order of memory: contiguous where the tensor is dense."""
+    strides = tensor.stride()
+    return tensor.permute(sorted(range(tensor.dim()), key=strides.__getitem__, reverse=True))
+
+
+def _number(groups: Iterable[Group]) -> list[int]:
+    """Groups as numbers in the order of their first appearance."""
+    known: dict[int, int] = {}
+    return [known.setdefault(identity, len(known)) for identity in map(id, groups)]
+
+
+def _signature(tensors: Sequence[Tensor]) -> list[tuple[torch.dtype, torch.Size, tuple[int, ...]]]:
+    return [(t.dtype, t.shape, t.stride()) for t in tensors]
+
+
+def _state_tensors(slot: Slot) -> list[Tensor]:
+    moments = [tensor for stored in slot.moments for tensor in stored.tensors]
+    return [slot.step, *slot.master_tensors, *moments]
+
+
+def _at(table: array[Any]) -> int:
+    return table.buffer_info()[0]

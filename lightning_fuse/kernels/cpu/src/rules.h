@@ -1,0 +1,191 @@
+// The update rules for one element; the twin of rules/*.py, operation by operation. Built with -ffp-contract=off.
+// A rule's scalars come from float64 and are rounded to float32 once; `update` changes its moments in place.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "tables.h"
+
+namespace {
+
+using lightning_fuse::Group;
+using lightning_fuse::Scalars;
+
+// base^exponent by squaring, in the order of the exponent's bits: the same bits everywhere, which pow() is not.
+inline double power(double base, int64_t exponent) {
+    double result = 1.0;
+    for (; exponent; exponent >>= 1) {
+        if (exponent & 1) result *= base;
+        base *= base;
+    }
+    return result;
+}
+
+// torch.maximum: a NaN on either side wins.
+inline float maximum(float a, float b) { return (a > b || a != a) ? a : b; }
+
+struct AdamBase {
+    float beta1, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, inv_sqrt_correction2, decay;
+
+    explicit AdamBase(const Scalars& s)
+        : beta1(s.value[0]), one_minus_beta1(s.value[1]), beta2(s.value[2]), one_minus_beta2(s.value[3]),
+          eps(s.value[4]), step_size(s.value[5]), inv_sqrt_correction2(s.value[6]), decay(s.value[7]) {}
+
+    static void scalars(const Group& group, int64_t step, double decay, float* value) {
+        value[0] = static_cast<float>(group.beta1);
+        value[1] = static_cast<float>(1.0 - group.beta1);
+        value[2] = static_cast<float>(group.beta2);
+        value[3] = static_cast<float>(1.0 - group.beta2);
+        value[4] = static_cast<float>(group.eps);
+        value[5] = static_cast<float>(group.lr / (1.0 - power(group.beta1, step)));
+        value[6] = static_cast<float>(1.0 / std::sqrt(1.0 - power(group.beta2, step)));
+        value[7] = static_cast<float>(decay);
+    }
+
+    void average(float g, float& m, float& v) const {
+        m = m * beta1 + g * one_minus_beta1;
+        v = v * beta2 + (g * g) * one_minus_beta2;
+    }
+
+    float move(float p, float m, float root) const {
+        const float denominator = root * inv_sqrt_correction2 + eps;
+        return p - (m / denominator) * step_size;
+    }
+};
+
+struct AdamW : AdamBase {
+    static constexpr int kMoments = 2;
+    using AdamBase::AdamBase;
+
+    static void scalars(const Group& group, int64_t step, float* value) {
+        AdamBase::scalars(group, step, 1.0 - group.lr * group.weight_decay, value);
+    }
+
+    // `root` is sqrt(v), which int8 state needs again.
+    float update(float p, float g, float& m, float& v, float& root) const {
+        p = p * decay;
+        average(g, m, v);
+        root = std::sqrt(v);
+        return move(p, m, root);
+    }
+
+    float update(float p, float g, float& m, float& v) const {
+        float root;
+        return update(p, g, m, v, root);
+    }
+};
+
+struct AdamWAmsgrad : AdamW {
+    static constexpr int kMoments = 3;
+    using AdamW::AdamW;
+
+    float update(float p, float g, float& m, float& v, float& largest) const {
+        p = p * decay;
+        average(g, m, v);
+        largest = maximum(largest, v);
+        return move(p, m, std::sqrt(largest));
+    }
+};
+
+// Coupled decay: `decay` is the weight decay itself.
+struct Adam : AdamBase {
+    static constexpr int kMoments = 2;
+    using AdamBase::AdamBase;
+
+    static void scalars(const Group& group, int64_t step, float* value) {
+        AdamBase::scalars(group, step, group.weight_decay, value);
+    }
+
+    float update(float p, float g, float& m, float& v, float& root) const {
+        average(g + p * decay, m, v);
+        root = std::sqrt(v);
+        return move(p, m, root);
+    }
+
+    float update(float p, float g, float& m, float& v) const {
+        float root;
+        return update(p, g, m, v, root);
+    }
+};
+
+struct AdamAmsgrad : Adam {
+    static constexpr int kMoments = 3;
+    using Adam::Adam;
+
+    float update(float p, float g, float& m, float& v, float& largest) const {
+        average(g + p * decay, m, v);
+        largest = maximum(largest, v);
+        return move(p, m, std::sqrt(largest));
+    }
+};
+
+struct SGD {
+    static constexpr int kMoments = 0;
+    float lr, weight_decay, momentum, gain;
+
+    explicit SGD(const Scalars& s) : lr(s.value[0]), weight_decay(s.value[1]), momentum(s.value[2]), gain(s.value[3]) {}
+
+    static void scalars(const Group& group, int64_t step, float* value) {
+        value[0] = static_cast<float>(group.lr);
+        value[1] = static_cast<float>(group.weight_decay);
+        value[2] = static_cast<float>(group.momentum);
+        value[3] = static_cast<float>(step == 1 ? 1.0 : 1.0 - group.dampening);
+    }
+
+    float update(float p, float g) const {
+        g = g + p * weight_decay;
+        return p - g * lr;
+    }
+};
+
+struct SGDMomentum : SGD {
+    static constexpr int kMoments = 1;
+    using SGD::SGD;
+
+    float update(float p, float g, float& b) const {
+        g = g + p * weight_decay;
+        b = b * momentum + g * gain;
+        return p - b * lr;
+    }
+};
+
+struct SGDNesterov : SGD {
+    static constexpr int kMoments = 1;
+    using SGD::SGD;
+
+    float update(float p, float g, float& b) const {
+        g = g + p * weight_decay;
+        b = b * momentum + g * gain;
+        return p - (g + b * momentum) * lr;
+    }
+};
+
+// Reads betas, lr and weight_decay; the sign of a zero is 0, and a NaN stays one.
+struct Lion {
+    static constexpr int kMoments = 1;
+    float beta1, one_minus_beta1, beta2, one_minus_beta2, lr, decay;
+
+    explicit Lion(const Scalars& s)
+        : beta1(s.value[0]), one_minus_beta1(s.value[1]), beta2(s.value[2]), one_minus_beta2(s.value[3]),
+          lr(s.value[4]), decay(s.value[5]) {}
+
+    static void scalars(const Group& group, int64_t, float* value) {
+        value[0] = static_cast<float>(group.beta1);
+        value[1] = static_cast<float>(1.0 - group.beta1);
+        value[2] = static_cast<float>(group.beta2);
+        value[3] = static_cast<float>(1.0 - group.beta2);
+        value[4] = static_cast<float>(group.lr);
+        value[5] = static_cast<float>(1.0 - group.lr * group.weight_decay);
+    }
+
+    float update(float p, float g, float& m) const {
+        const float c = m * beta1 + g * one_minus_beta1;
+        const float sign = c > 0.0f ? 1.0f : c < 0.0f ? -1.0f : c;
+        p = p * decay - sign * lr;
+        m = m * beta2 + g * one_minus_beta2;
+        return p;
+    }
+};
+
+}  // namespace

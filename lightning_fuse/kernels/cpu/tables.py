@@ -1,0 +1,183 @@
+"""The rows that Python writes and C++ reads: 64-bit integers in ``array`` tables, laid out as in ``src/tables.h``."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from lightning_fuse.formats.int8 import BLOCK, row_length
+from lightning_fuse.kernels.kernel import Slot, StoredMoment
+
+# Numbers of the enumerations in src/tables.h, by name.
+RULE_IDS = {
+    name: number
+    for number, name in enumerate(
+        ("adamw", "adamw_amsgrad", "adam", "adam_amsgrad", "sgd", "sgd_momentum", "sgd_nesterov", "lion")
+    )
+}
+CODEC_IDS = {
+    name: number
+    for number, name in enumerate(("fp32", "bf16_nearest", "bf16_dithered", "int8_signed", "int8_unsigned"))
+}
+MASTER_IDS = {"none": 0, "fp32": 1, "split": 2, "split8": 3}
+DTYPE_IDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+MAX_DIMS = 16  # kMaxDims in src/layout.h
+MAX_MOMENTS = 3
+SLOT_COLUMNS = 11 + 3 * MAX_MOMENTS
+GRADIENT_COLUMNS = 3  # data, dtype, layout
+SCALARS_BYTES = 36
+
+PIECE = 1 << 16  # elements of one piece, at most
+PIECE_OVERHEAD = 256  # what a piece costs besides its elements, in elements
+
+
+# What a tensor of the state is called, the tensor, and the shape and dtype that it must have.
+Expected: TypeAlias = tuple[str, Tensor, tuple[int, ...], torch.dtype]
+
+
+class Layouts:
+    """The sizes and strides of all tensors of a plan that are not contiguous, in one table."""
+
+    def __init__(self) -> None:
+        self._table = array("q")
+        self._places: list[int] = []
+
+    def add(self, tensor: Tensor) -> int:
+        """Adds a tensor; returns its number from 1, or 0 where it is contiguous."""
+        if tensor.is_contiguous():
+            return 0
+        self._places.append(len(self._table))
+        self._table.extend((tensor.dim(), *tensor.shape, *tensor.stride()))
+        return len(self._places)
+
+    def address(self, number: int) -> int:
+        """Where the layout of the given number lies, once all are added; 0, a null pointer, for contiguous."""
+        return self._table.buffer_info()[0] + 8 * self._places[number - 1] if number else 0
+
+
+def slot_row(slot: Slot, group: int, layout: int) -> list[int]:
+    """One ``Slot``.
+
+    Args:
+        slot: The parameter and its state.
+        group: Its row in the table of groups.
+        layout: Address of its layout, or 0.
+
+    Returns:
+        ``SLOT_COLUMNS`` integers.
+    """
+    kept = slot.master_tensors[0].data_ptr() if slot.master_tensors else 0
+    row = [RULE_IDS[slot.rule.name], DTYPE_IDS[slot.param.dtype], MASTER_IDS[slot.master.name], group]
+    row += [slot.param.data_ptr(), layout, kept, slot.step.data_ptr()]
+    row += [slot.param.numel(), row_length(slot.param.shape), slot.index_start]
+    for stored in slot.moments:
+        parts = [tensor.data_ptr() for tensor in stored.tensors]
+        row += [CODEC_IDS[stored.codec.name], *parts, *[0] * (2 - len(parts))]
+    return row + [0] * (SLOT_COLUMNS - len(row))
+
+
+def check_slot(slot: Slot) -> None:
+    """Refuses state that does not lie in memory as its format says: the kernel would write beside it.
+
+    Args:
+        slot: The parameter and its state.
+
+    Raises:
+        RuntimeError: A tensor of the state has another shape, dtype or layout, or lives elsewhere, or the parameter
+            has left the CPU or changed its dtype.
+    """
+    p = slot.param
+    if p.device.type != "cpu" or p.dtype not in slot.master.dtypes:
+        raise RuntimeError(
+            f"{slot.name} became {p.dtype} on {p.device} after its state was made, with master={slot.master.name!r}: "
+            "move and convert the model first, then build the optimizer"
+        )
+    shape = tuple(slot.param.shape)
+    expected: list[Expected] = [("step", slot.step, (), torch.int64)]
+    for stored in slot.moments:
+        expected += _parts(stored, shape)
+    for part, tensor in zip(slot.master.parts(shape), slot.master_tensors, strict=True):
+        expected.append((part.suffix, tensor, part.shape, part.dtype))
+    for key, tensor, wanted, dtype in expected:
+        fits = tuple(tensor.shape) == wanted and tensor.dtype == dtype
+        if not fits or not tensor.is_contiguous() or tensor.device.type != "cpu":
+            raise RuntimeError(
+                f"state {key} of {slot.name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, expected "
+                f"contiguous {dtype} {wanted} on the CPU: replace state through load_state_dict"
+            )
+
+
+def _parts(stored: StoredMoment, shape: tuple[int, ...]) -> list[Expected]:
+    parts = stored.codec.parts(shape)
+    return [
+        (stored.moment.name + part.suffix, tensor, part.shape, part.dtype)
+        for part, tensor in zip(parts, stored.tensors, strict=True)
+    ]
+
+
+def group_row(group: Mapping[str, Any]) -> tuple[float, ...]:
+    """One ``Group``: hyperparameters as float64, 0 where a rule has none of that name."""
+    beta1, beta2 = group.get("betas", (0.0, 0.0))
+    read = group.get
+    return (
+        read("lr", 0.0),
+        read("weight_decay", 0.0),
+        beta1,
+        beta2,
+        read("eps", 0.0),
+        read("momentum", 0.0),
+        read("dampening", 0.0),
+        float(bool(read("maximize", False))),
+    )
+
+
+def cut(sizes: Sequence[tuple[int, int]]) -> array[int]:
+    """Cuts tensors into ``Piece`` rows of about equal length that cut no block.
+
+    Args:
+        sizes: (elements, elements of a row in which blocks lie without a cut) of each tensor.
+
+    Returns:
+        Rows (tensor, begin, end), flattened; none for empty tensors.
+    """
+    pieces = array("q")
+    for index, (numel, row) in enumerate(sizes):
+        begin = 0
+        while begin < numel:
+            end = numel if numel - begin <= PIECE else block_start(begin + PIECE, row)
+            pieces.extend((index, begin, end))
+            begin = end
+    return pieces
+
+
+def block_start(element: int, row: int) -> int:
+    """The last start of a block at or before an element; blocks lie inside rows of ``row`` elements."""
+    return element - element % row % BLOCK
+
+
+def chunks_of(pieces: array[int]) -> tuple[array[int], int]:
+    """Joins pieces to chunks, what one thread takes at a time: many for balance, not so many that taking costs.
+
+    Args:
+        pieces: Rows (tensor, begin, end), flattened.
+
+    Returns:
+        The first piece of every chunk and, as the last entry, the number of pieces; and the cost of all, in elements.
+    """
+    costs = [end - begin + PIECE_OVERHEAD for begin, end in zip(pieces[1::3], pieces[2::3], strict=True)]
+    total = sum(costs)
+    target = min(PIECE, max(4096, total // 32))
+    chunks, running = array("q", [0]), 0
+    for number, cost in enumerate(costs):
+        if running and running + cost > target:
+            chunks.append(number)
+            running = 0
+        running += cost
+    if costs:
+        chunks.append(len(costs))
+    return chunks, total

@@ -1,0 +1,271 @@
+"""One run from a composed configuration: check, build, then train. Nothing is written before all of it is built."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from hydra import compose
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from hydra.utils import instantiate
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_only
+from omegaconf import DictConfig, OmegaConf
+from torch.optim import Optimizer
+
+from lightning_fuse.callbacks import RunRecorder
+from lightning_fuse.config import Refusal, check, optimizer_factory, resolved
+from lightning_fuse.plugins import stock_precision
+from lightning_fuse.plugins.atomic_checkpoint import AtomicCheckpointIO
+from lightning_fuse.records import RunFolder
+from lightning_fuse.resume import CONFIG_FOLDER, Start, check_checkpoint, find_start
+
+PARAMETER_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}  # of the others: float32
+# What goes wrong because of what the user asked for, while a run is built.
+USER_ERRORS = (ValueError, TypeError, NotImplementedError, OSError, ImportError, HydraException)
+
+
+class Run:
+    """A run that is built and checked, and has written nothing yet.
+
+    Args:
+        cfg: Composed.
+        overrides: The words that composed it.
+
+    Attributes:
+        cfg: The configuration; of a resumed run, the resumed one's with what was given now.
+        trainer: Lightning's Trainer.
+        module: The recipe.
+        data: Its data.
+
+    Raises:
+        Refusal: The configuration cannot run; see ``config.check`` and ``resume.find_start``.
+        ValueError: A setting is refused by what it is for.
+        FileNotFoundError: A file that the configuration names is not there.
+    """
+
+    def __init__(self, cfg: DictConfig, overrides: list[str]) -> None:
+        self.start = find_start(cfg, overrides, _compose)
+        self.cfg = self.start.cfg
+        self.cfg.run_folder = _short(Path(self.cfg.run_folder))
+        check(self.cfg)
+        _check_folder(self.start)
+        _quieten()
+        L.seed_everything(self.cfg.seed, workers=True, verbose=False)
+        self.data: L.LightningDataModule = instantiate(self.cfg.data)
+        factory = optimizer_factory(self.cfg)
+        recipe = instantiate(self.cfg.recipe.module, _partial_=True)
+        schedule = instantiate(self.cfg.schedule)
+        self.module: L.LightningModule = recipe(instantiate(self.cfg.model), factory, schedule)
+        check_checkpoint(self.start, self.module, _rehearse(self.module, str(self.cfg.precision)))
+        self.trainer = _trainer(self.cfg)
+
+    def fit(self) -> dict[str, float]:
+        """Trains.
+
+        Returns:
+            The last value of every logged metric.
+        """
+        _write_config(self.cfg, self.start)
+        self.trainer.fit(self.module, datamodule=self.data, ckpt_path=self.start.checkpoint, weights_only=True)
+        return {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+
+
+def train(cfg: DictConfig, overrides: list[str] | None = None) -> dict[str, float]:
+    """Checks a configuration, builds what it describes and trains it.
+
+    Args:
+        cfg: Composed; ``run_folder`` says where everything is written.
+        overrides: The words that composed it, so that a resume can compose it again; None takes Hydra's.
+
+    Returns:
+        The last value of every logged metric.
+
+    Raises:
+        Refusal: The configuration cannot run; nothing has been written then.
+    """
+    return Run(cfg, _typed() if overrides is None else overrides).fit()
+
+
+def command(cfg: DictConfig) -> dict[str, float] | None:
+    """``train`` for the command line: what the user can mend is one line without a traceback.
+
+    ``HYDRA_FULL_ERROR=1`` shows the traceback all the same.
+
+    Args:
+        cfg: As Hydra composed it.
+
+    Returns:
+        The last value of every logged metric; None in a multirun for a combination that was refused, so that the others
+        go on.
+
+    Raises:
+        SystemExit: With 2 if the configuration was refused, 1 if training failed for a reason that has a message of
+            this package, 130 or 143 if it was interrupted by Ctrl-C or a SIGTERM.
+    """
+    try:
+        if _in_multirun() and cfg.strategy != "auto":
+            raise Refusal(
+                f"strategy={cfg.strategy} starts this command again on every device, which a multirun (-m) "
+                "cannot be; use strategy=auto, or one command per run"
+            )
+        run = Run(cfg, _typed())
+    except USER_ERRORS as error:
+        _forget_folder(Path(HydraConfig.get().runtime.output_dir))
+        _give_up(error, code=2)
+        return None
+    if run.start.in_place:
+        _forget_folder(Path(HydraConfig.get().runtime.output_dir))
+    try:
+        metrics = run.fit()
+    except SystemExit:  # Lightning's answer to Ctrl-C
+        _say_how_to_go_on(run)
+        raise SystemExit(130) from None
+    except (ValueError, RuntimeError, NotImplementedError) as error:
+        # A multirun finishes its other jobs and then fails with this error.
+        if not _is_ours(error) or _in_multirun():
+            raise
+        _give_up(error, code=1)
+        return None
+    if run.trainer.received_sigterm:
+        _say_how_to_go_on(run)
+        raise SystemExit(143)
+    return metrics
+
+
+def _trainer(cfg: DictConfig) -> L.Trainer:
+    """Lightning's Trainer with the callbacks, loggers and plugins of a configuration."""
+    wanted = {name: entry for name, entry in cfg.callbacks.items() if entry is not None}
+    if not cfg.trainer.enable_progress_bar:
+        wanted.pop("progress", None)  # Lightning refuses a bar that it is told not to show
+    callbacks: list[Callback] = [instantiate(entry) for entry in wanted.values()]
+    callbacks.append(RunRecorder(Path(cfg.run_folder), resolved(cfg)))
+    loggers: list[Logger] = [instantiate(entry) for entry in cfg.logger.values() if entry is not None]
+    plugins: list[Any] = [AtomicCheckpointIO()]
+    precision: dict[str, Any] = {"precision": str(cfg.precision)}
+    if cfg.precision == "16-mixed" and _on_cpu(cfg.trainer.accelerator):
+        # Lightning turns the word into bf16-mixed on a CPU; the plugin is real float16 with a real loss scale.
+        precision = {}
+        plugins.append(stock_precision("16-mixed", "cpu"))
+    factory = instantiate(cfg.trainer, _partial_=True)
+    return factory(
+        callbacks=callbacks,
+        logger=loggers or False,
+        plugins=plugins,
+        strategy=cfg.strategy,
+        default_root_dir=cfg.run_folder,
+        use_distributed_sampler=False,  # the recipes' loaders know their rank, and stay resumable
+        **precision,
+    )
+
+
+def _on_cpu(accelerator: str) -> bool:
+    if accelerator != "auto":
+        return accelerator == "cpu"
+    return not (torch.cuda.is_available() or torch.backends.mps.is_available())
+
+
+def _rehearse(module: Any, precision: str) -> Optimizer:
+    """Builds the optimizer once over parameters of the shapes and dtype to come, so that it refuses before the run."""
+    dtype = PARAMETER_DTYPES.get(precision, torch.float32)
+    groups = module.optimizer_groups()
+    for group in groups:
+        group["params"] = [(name, torch.empty_like(p, dtype=dtype)) for name, p in group["params"]]
+    optimizer: Optimizer = module.optimizer_factory(groups)
+    # Ours chooses its kernel late; asking for it finds out now whether there is one.
+    getattr(optimizer, "kernel_name", None)
+    return optimizer
+
+
+def _short(folder: Path) -> str:
+    """A path as people would type it: relative, where it lies below the current folder."""
+    here = Path.cwd()
+    return str(folder.relative_to(here) if folder.is_absolute() and here in folder.parents else folder)
+
+
+def _check_folder(start: Start) -> None:
+    """Refuses to write a new run over an old one."""
+    folder = RunFolder(start.cfg.run_folder)
+    if folder.manifest.exists() and not start.in_place:
+        raise Refusal(f"run folder {folder.path} holds a run already; use resume={folder.path} or another folder")
+
+
+def _compose(overrides: list[str]) -> DictConfig:
+    return compose(HydraConfig.get().job.config_name, overrides)
+
+
+def _typed() -> list[str]:
+    return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
+
+
+@rank_zero_only
+def _write_config(cfg: DictConfig, start: Start) -> None:
+    """Keeps the configuration where Hydra would, resolved, and the words that compose it."""
+    folder = Path(cfg.run_folder) / CONFIG_FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(cfg, folder / "config.yaml", resolve=True)
+    words = [word for word in start.overrides if not word.startswith("resume=")]
+    OmegaConf.save(OmegaConf.create(words), folder / "overrides.yaml")
+
+
+def _quieten() -> None:
+    """Silences Lightning's tips and the warnings that are no news in this setting."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for text in (
+        ".*does not have many workers.*",  # the data is in memory
+        ".*GPU available but not used.*",
+        ".*Checkpoint directory .* exists and is not empty.*",  # a resumed run's own
+        ".*'set_vital' is deprecated.*",  # torchdata's own
+        ".*treespec, LeafSpec.*",  # Lightning's own
+    ):
+        warnings.filterwarnings("ignore", message=text)
+
+
+def _forget_folder(folder: Path) -> None:
+    """Removes the folder that Hydra made for a run that was refused, and its parents, where they are empty."""
+    for path in (folder, folder.parent, folder.parent.parent):
+        with suppress(OSError):
+            path.rmdir()
+
+
+@rank_zero_only
+def _say_how_to_go_on(run: Run) -> None:
+    print(f"interrupted; to go on: python train.py resume={run.cfg.run_folder}", file=sys.stderr)
+
+
+def _give_up(error: Exception, code: int) -> None:
+    """Says what was wrong, and ends the process unless other runs are to come."""
+    if os.environ.get("HYDRA_FULL_ERROR", "0") == "1":
+        raise error
+    print(f"{'refused' if code == 2 else 'failed'}: {_message(error)}", file=sys.stderr)
+    if not _in_multirun():
+        raise SystemExit(code)
+
+
+def _in_multirun() -> bool:
+    return HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def _message(error: BaseException) -> str:
+    """The error's own words; Hydra wraps those of what it instantiates."""
+    if isinstance(error, HydraException) and error.__cause__ is not None:
+        return _message(error.__cause__)
+    return str(error).strip() or type(error).__name__
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether an error was raised by this package, whose messages are written for the user."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return Path(__file__).parent in Path(frame.filename).parents

@@ -1,0 +1,135 @@
+"""The native kernel gives the reference's bits: rules, formats, masters, dtypes, layouts, levels, thread counts."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_fuse.formats import MASTERS
+from lightning_fuse.kernels import KERNELS, Work
+from tests.kernels import twins
+from tests.kernels.twins import BF16, F16, F32, Case
+
+pytestmark = pytest.mark.skipif(bool(KERNELS["native"].missing()), reason=KERNELS["native"].missing())
+
+CASES = [] if KERNELS["native"].missing() else list(twins.all_pairs())
+PLAIN = Case("adamw", "fp32", F32, "none", F32, "contiguous", "contiguous", "baseline", 1)
+
+
+def test_the_cases_hold_every_pair() -> None:
+    axes = twins.axes()
+    rows = [{**case._asdict(), "weight": (case.dtype, case.master)} for case in CASES]
+    columns = [[row[axis] for row in rows] for axis in axes]
+    for (left, one), (right, two) in itertools.combinations(zip(axes, columns, strict=True), 2):
+        met = set(zip(one, two, strict=True))
+        assert met == set(itertools.product(axes[left], axes[right])), (left, right)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(part) for part in case))
+def test_every_pair_of_choices(case: Case) -> None:
+    twins.assert_twins(case, steps=8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", twins.RULE_IDS)
+@pytest.mark.parametrize("seed", range(3))
+def test_twenty_steps(rule: str, seed: int) -> None:
+    for case in twins.all_pairs(seed + 1):
+        if case.rule == rule:
+            twins.assert_twins(case, steps=20)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 4])
+@pytest.mark.parametrize("state", ["fp32", "bf16", "int8", "int8_bf16"])
+def test_tensors_that_are_cut_into_chunks(state: str, threads: int) -> None:
+    case = PLAIN._replace(state=state, threads=threads, level=twins.library().runnable[-1])
+    twins.assert_twins(case, steps=2, shapes=[(70, 1999), (140_001,), (3, 50_000)])
+
+
+@pytest.mark.parametrize("values", ["zero", "tiny", "huge"])
+@pytest.mark.parametrize("level", twins.library().runnable if CASES else [])
+def test_the_ends_of_the_range(values: str, level: str) -> None:
+    scale = {"zero": 0.0, "tiny": 1e-30, "huge": 1e18}[values]
+    twins.library().set_level(level)
+    try:
+        for state, rule in itertools.product(("int8", "bf16"), ("adamw", "sgd_momentum")):
+            slots = [twins.make_slot(torch.randn(5, 130), PLAIN._replace(state=state, rule=rule)) for _ in range(2)]
+            slots[1].param.copy_(slots[0].param)
+            for _ in range(3):
+                grad = torch.randn(5, 130) * scale
+                for kernel, slot in zip(("native", "reference"), slots, strict=True):
+                    KERNELS[kernel].step([Work(slot, grad, twins.GROUP)], None, None)
+            other = twins.tensors_of(slots[1])
+            assert all(twins.same_bits(t, other[name]) for name, t in twins.tensors_of(slots[0]).items())
+    finally:
+        twins.library().set_level(twins.library().runnable[-1])
+
+
+@pytest.mark.parametrize("level", twins.library().runnable if CASES else [])
+def test_every_16_bit_pattern_is_read_and_written(level: str) -> None:
+    """A small step from all 65,536 patterns of either dtype, and roundings at and beside every tie."""
+    twins.library().set_level(level)
+    group = {**twins.GROUP, "lr": 1e-3}
+    try:
+        for dtype in (BF16, F16):
+            values = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+            slots = [twins.make_slot(values, PLAIN._replace(rule="sgd", dtype=dtype)) for _ in range(2)]
+            for kernel, slot in zip(("native", "reference"), slots, strict=True):
+                KERNELS[kernel].step([Work(slot, torch.ones(values.shape), group)], None, None)
+            assert twins.same_bits(slots[0].param, slots[1].param)
+            # A float32 master between two neighbours; a step of lr 0 and no decay only rounds it.
+            finite = values.float()[values.isfinite()]
+            near = torch.cat([finite + (finite.roll(1) - finite) * share for share in (0.5, 0.4999, 0.5001)])
+            slot = twins.make_slot(near, PLAIN._replace(rule="sgd", dtype=dtype, master="fp32"))
+            slot.master_tensors[0].copy_(near)
+            still = {**twins.GROUP, "lr": 0.0, "weight_decay": 0.0}
+            KERNELS["native"].step([Work(slot, torch.zeros(near.shape), still)], None, None)
+            assert twins.same_bits(slot.param, MASTERS["fp32"].split(near, dtype, None)[0])
+    finally:
+        twins.library().set_level(twins.library().runnable[-1])
+
+
+@pytest.mark.parametrize("master", ["split", "split8"])
+def test_splitting_keeps_every_bit(master: str) -> None:
+    """Case 44: exponents, ties, signed zeros, subnormals, infinities and NaN through one step that changes nothing."""
+    group = {**twins.GROUP, "lr": 0.0, "weight_decay": 0.0}
+    bits = torch.randint(-(2**31), 2**31, (20_000,)).to(torch.int32)
+    bits[:6] = torch.tensor([0, -(2**31), 0x7F800000, 0x7FC00000, 1, 0x3F808000])
+    if master == "split8":
+        bits &= ~0xFF
+    slot = twins.make_slot(torch.zeros(bits.shape), PLAIN._replace(rule="sgd", dtype=BF16, master=master))
+    split, kept = MASTERS["split"].split(bits.view(F32), BF16, None)
+    slot.param.copy_(split)
+    slot.master_tensors[0].copy_(kept[0] >> 8 if master == "split8" else kept[0])
+    weight = slot.master.join(slot.param, slot.master_tensors).clone()
+    KERNELS["native"].step([Work(slot, torch.zeros(bits.shape), group)], None, None)
+    after = slot.master.join(slot.param, slot.master_tensors)
+    if master == "split":
+        # -0.0 * decay - 0 * lr is what the rule itself does to a zero; the reference is asked for the same.
+        twin = slot.rule.update(weight, torch.zeros_like(weight), (), slot.rule.scalars(group, 1))[0]
+        assert twins.same_bits(after, twin)
+    else:
+        finite = weight.isfinite() & (weight.abs() < 3e38)
+        assert bool(((after - weight).abs()[finite] <= weight.abs()[finite] * 2.0**-15 + 2.0**-126).all())
+
+
+def work_of(slots: list[Any], grads: list[torch.Tensor]) -> list[Work]:
+    return [Work(slot, grad, twins.GROUP) for slot, grad in zip(slots, grads, strict=True)]
+
+
+def test_splitting_one_list_over_several_calls_changes_no_bit() -> None:
+    """Case 36: one call for all, or one call each."""
+    case = PLAIN._replace(state="int8")
+    values = [torch.randn(3, 200) for _ in range(4)]
+    together, apart = ([twins.make_slot(value, case) for value in values] for _ in range(2))
+    for _ in range(3):
+        grads = [torch.randn(3, 200) for _ in values]
+        KERNELS["native"].step(work_of(together, grads), None, None)
+        for slot, grad in zip(apart, grads, strict=True):
+            KERNELS["native"].step(work_of([slot], [grad]), None, None)
+    for one, other in zip(together, apart, strict=True):
+        kept = twins.tensors_of(other)
+        assert all(twins.same_bits(tensor, kept[name]) for name, tensor in twins.tensors_of(one).items())
