@@ -167,14 +167,18 @@ def _check_same(folder: Path, cfg: DictConfig, in_place: bool) -> None:
     if not in_place:
         # An optimizer that takes over another one's state may have settings that the other lacks.
         changed = [(key, was, now) for key, was, now in changed if _in_checkpoint(key) and None not in (was, now)]
-        if old.optimizer._target_.split(".")[-1][-4:] != cfg.optimizer._target_.split(".")[-1][-4:]:
-            changed = []
+        if _rule(old) != _rule(cfg):
+            changed = []  # the optimizer will refuse that state, for a better reason
     if not changed:
         return
     listed = ", ".join(f"{key}={was} (now {now})" for key, was, now in changed)
     advice = f", or start a new run from it with resume={folder}/checkpoints/last.ckpt" if in_place else ""
     reason = "this run was started with" if in_place else "the checkpoint's own values win, and they are"
     raise Refusal(f"resume={cfg.resume}: {reason} {listed}; leave that as it was{advice}")
+
+
+def _rule(cfg: DictConfig) -> str:
+    return str(cfg.optimizer.name).split("_")[0]
 
 
 def _in_checkpoint(key: str) -> bool:

@@ -68,7 +68,7 @@ class Run:
         recipe = instantiate(self.cfg.recipe.module, _partial_=True)
         schedule = instantiate(self.cfg.schedule)
         self.module: L.LightningModule = recipe(instantiate(self.cfg.model), factory, schedule)
-        check_checkpoint(self.start, self.module, _rehearse(self.module, str(self.cfg.precision)))
+        check_checkpoint(self.start, self.module, _rehearse(self.module, self.cfg))
         self.trainer = _trainer(self.cfg)
 
     def fit(self) -> dict[str, float]:
@@ -176,15 +176,16 @@ def _on_cpu(accelerator: str) -> bool:
     return not (torch.cuda.is_available() or torch.backends.mps.is_available())
 
 
-def _rehearse(module: Any, precision: str) -> Optimizer:
-    """Builds the optimizer once over parameters of the shapes and dtype to come, so that it refuses before the run."""
-    dtype = PARAMETER_DTYPES.get(precision, torch.float32)
+def _rehearse(module: Any, cfg: DictConfig) -> Optimizer:
+    """Builds optimizer and schedule once over parameters as they will be, so that they refuse before the run."""
+    dtype = PARAMETER_DTYPES.get(str(cfg.precision), torch.float32)
     groups = module.optimizer_groups()
     for group in groups:
         group["params"] = [(name, torch.empty_like(p, dtype=dtype)) for name, p in group["params"]]
     optimizer: Optimizer = module.optimizer_factory(groups)
     # Ours chooses its kernel late; asking for it finds out now whether there is one.
     getattr(optimizer, "kernel_name", None)
+    module.schedule_factory(optimizer, cfg.trainer.max_steps)
     return optimizer
 
 
@@ -198,7 +199,7 @@ def _check_folder(start: Start) -> None:
     """Refuses to write a new run over an old one."""
     folder = RunFolder(start.cfg.run_folder)
     if folder.manifest.exists() and not start.in_place:
-        raise Refusal(f"run folder {folder.path} holds a run already; use resume={folder.path} or another folder")
+        raise Refusal(f"run folder {folder.path} holds a run already; use resume={folder.path} or another run_folder")
 
 
 def _compose(overrides: list[str]) -> DictConfig:

@@ -248,5 +248,5 @@ def test_fuse_is_found_at_the_root() -> None:
 def test_an_unknown_public_name_lists_the_known_ones() -> None:
     import lightning_fuse
 
-    with pytest.raises(AttributeError, match=r"no attribute 'FusedLion'; public names: .*FusedAdamW"):
-        lightning_fuse.FusedLion  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no attribute 'FusedNothing'; public names: .*FusedAdamW"):
+        lightning_fuse.FusedNothing  # noqa: B018

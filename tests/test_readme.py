@@ -1,4 +1,4 @@
-"""What README.md shows works: its Python examples run as they are, its commands and pages exist."""
+"""What README.md and docs/ show works: their Python examples run as they are, commands and pages exist."""
 
 from __future__ import annotations
 
@@ -17,17 +17,23 @@ def blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
 
 
-PYTHON = blocks(README, "python")
+DOCS = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
+PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *DOCS]
+PYTHON = {
+    f"{page}:{number}": example
+    for page in PAGES
+    for number, example in enumerate(blocks((ROOT / page).read_text(encoding="utf-8"), "python"))
+}
 
 
 def test_there_are_examples() -> None:
-    assert len(PYTHON) >= 3
+    assert len(PYTHON) >= 5
 
 
-@pytest.mark.parametrize("number", range(len(PYTHON)))
-def test_an_example_runs_as_it_is(number: int, run_python: Callable, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", PYTHON)
+def test_an_example_runs_as_it_is(name: str, run_python: Callable, tmp_path: Path) -> None:
     example = tmp_path / "example.py"
-    example.write_text(PYTHON[number], encoding="utf-8")
+    example.write_text(PYTHON[name], encoding="utf-8")
     process = run_python(str(example))
     assert process.returncode == 0, process.stdout + process.stderr
 
@@ -43,7 +49,12 @@ def test_every_make_target_named_exists() -> None:
         assert named <= targets
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/index.md", "docs/log.md"])
+def test_the_index_knows_every_page() -> None:
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert [page for page in DOCS if page != "docs/index.md" and Path(page).name not in index] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_links_inside_the_repository_lead_somewhere(page: str) -> None:
     path = ROOT / page
     links = re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8"))

@@ -78,8 +78,7 @@ class StepContract:
             raise ValueError(unknown_name("on_nonfinite", on_nonfinite, get_args(OnNonfinite)))
         if max_consecutive_skips is not None and max_consecutive_skips < 1:
             raise ValueError(f"max_consecutive_skips={max_consecutive_skips!r}: must be >= 1, or None for no limit")
-        self.loss_scale = loss_scale
-        self.on_nonfinite = on_nonfinite
+        self.loss_scale, self.on_nonfinite = loss_scale, on_nonfinite
         self.window = AccumulationWindow(window)
         self.max_consecutive_skips = max_consecutive_skips
         self.deferred = deferred
@@ -261,8 +260,7 @@ class StepContract:
         """
         sealed, self._sealed = self._sealed, []
         outcomes = [self._outcome(report) for report in sealed]
-        if outcomes:
-            self.last = outcomes[-1]
+        self.last = outcomes[-1] if outcomes else self.last
         return outcomes
 
     def state_dict(self) -> dict[str, Any]:
@@ -316,8 +314,7 @@ class StepContract:
             now = verdict.clip_coef(clip_norm)
             factor = factor * now
             coef = now if coef is None else coef * now
-        skip_on = None if self.on_nonfinite == "step" else found_inf
-        skipped = False
+        skip_on, skipped = (None if self.on_nonfinite == "step" else found_inf), False
         if not self._may_defer(found_inf.device, optimizer):
             if bool(found_inf):
                 self._check_policy(optimizer, index, where)

@@ -118,7 +118,7 @@ def _pairs(point: Sequence[int]) -> set[tuple[int, int, int, int]]:
 def make_slot(values: Tensor, case: Case, index_start: int = 0) -> Slot:
     """A parameter of the given values with fresh state."""
     rule, fmt, master = RULES[case.rule], STATE_FORMATS[case.state], MASTERS[case.master]
-    param = LAYOUTS[case.layout](values.to(case.dtype))
+    param = LAYOUTS[case.layout](values.to(case.dtype, copy=True))  # some layouts are the tensor as it is
     shape = tuple(param.shape)
     moments = tuple(
         StoredMoment(

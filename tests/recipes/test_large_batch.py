@@ -1,6 +1,7 @@
 """What LARS is for: few updates of a large batch in a deep net without norm layers, where SGD is far behind.
 
-Measured over four seeds, best of each grid: LARS 0.92, SGD 0.80 (0.52 with the trainer's clipping); see docs/log.md.
+Measured over three seeds, best lr of each grid: LARS 0.92, SGD 0.71, or 0.84 if it is clipped ten times as hard, which
+is not in the test. Initialised for ReLU, or with norm layers, SGD needs no help: see docs/log.md.
 """
 
 from __future__ import annotations
@@ -20,10 +21,9 @@ from recipes.schedules import warmup_cosine
 from tests.composing import composed
 
 SEEDS = range(3)
-CLEARLY = 0.05  # of accuracy
-# (lr, global norm that gradients are clipped to): the trainer's, and what tuning found best for SGD.
-SGD_GRID = [(0.7, 1.0), (1.0, 1.0), (1.4, 1.0), (3.0, 0.1), (5.0, 0.1), (7.0, 0.1)]
-LARS_GRID = [(0.3, 1.0), (0.5, 1.0), (0.7, 1.0)]
+CLEARLY = 0.1  # of accuracy
+SGD_GRID = (0.5, 0.7, 1.0, 1.4)
+LARS_GRID = (0.3, 0.5, 0.7)
 
 
 @cache
@@ -36,7 +36,7 @@ def digits() -> DigitsData:
     return DigitsData(batch_size=recipe().data.batch_size)
 
 
-def accuracy(make: type[FusedOptimizer], lr: float, clip: float, seed: int) -> float:
+def accuracy(make: type[FusedOptimizer], lr: float, seed: int) -> float:
     """Validation accuracy after the recipe's updates of the recipe's model, in a plain loop."""
     cfg = recipe()
     torch.manual_seed(seed)
@@ -51,7 +51,7 @@ def accuracy(make: type[FusedOptimizer], lr: float, clip: float, seed: int) -> f
     for _ in range(updates):
         batch = torch.randperm(len(images))[: cfg.data.batch_size]
         F.cross_entropy(model(images[batch]), labels[batch]).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.trainer.gradient_clip_val)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
@@ -63,7 +63,7 @@ def accuracy(make: type[FusedOptimizer], lr: float, clip: float, seed: int) -> f
 @pytest.mark.slow
 def test_lars_is_ahead_of_sgd_at_the_same_batch_and_updates() -> None:
     best = {
-        make: max(mean(accuracy(make, lr, clip, seed) for seed in SEEDS) for lr, clip in grid)
+        make: max(mean(accuracy(make, lr, seed) for seed in SEEDS) for lr in grid)
         for make, grid in ((FusedLARS, LARS_GRID), (FusedSGD, SGD_GRID))
     }
     assert best[FusedLARS] > best[FusedSGD] + CLEARLY, best

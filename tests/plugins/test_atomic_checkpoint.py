@@ -1,0 +1,44 @@
+"""A checkpoint's file is the old one or the new one, whatever happens in between."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_fuse.plugins.atomic_checkpoint import AtomicCheckpointIO
+
+
+class Unpicklable:
+    def __reduce__(self):
+        raise OSError("the disk is full")
+
+
+def test_it_writes_what_torch_reads(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "last.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"weight": torch.arange(3)}, path)
+    assert torch.equal(torch.load(path, weights_only=True)["weight"], torch.arange(3))
+    assert [file.name for file in path.parent.iterdir()] == ["last.ckpt"]
+
+
+def test_a_failed_write_leaves_the_old_file_alone(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"step": 1}, path)
+    with pytest.raises(OSError, match="disk is full"):
+        AtomicCheckpointIO().save_checkpoint({"step": 2, "more": Unpicklable()}, path)
+    assert torch.load(path, weights_only=True) == {"step": 1}
+    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_the_final_name_only_ever_holds_a_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "last.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"step": 1}, path)
+    during = []
+    replace = Path.replace
+    monkeypatch.setattr(
+        Path, "replace", lambda self, target: during.append(torch.load(path)["step"]) or replace(self, target)
+    )
+    AtomicCheckpointIO().save_checkpoint({"step": 2}, path)
+    assert during == [1]
+    assert torch.load(path)["step"] == 2

@@ -1,0 +1,244 @@
+"""Stopping, killing and going on: in the same folder the same run, from a file a new one."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_fuse.config import Refusal
+from lightning_fuse.resume import differences, find_start
+from lightning_fuse.run import Run, train
+from tests.composing import ROOT, SMALL, composed
+
+# Dropout draws random numbers in every step, and the run is over an epoch long.
+LONGER = (
+    *("model.layers=1", "model.heads=2", "model.width=32", "model.context=32", "model.dropout=0.1"),
+    *("data.batch_size=64", "recipe.max_steps=260", "recipe.val_every=40", "callbacks.last.every=30"),
+    *("recipe.module.sample_bytes=0", "+trainer.limit_val_batches=2", "logger=none"),
+)
+RESULT = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "FusePrecision")
+
+
+def checkpoint(folder: Path, name: str = "last.ckpt") -> dict[str, Any]:
+    return torch.load(folder / "checkpoints" / name, weights_only=True)
+
+
+def equal(left: Any, right: Any) -> bool:
+    """Bit for bit, through all containers."""
+    if isinstance(left, torch.Tensor):
+        return left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(equal(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(itertools.starmap(equal, zip(left, right, strict=True)))
+    return left == right
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "steps.jsonl").read_text().splitlines()
+    return [
+        {key: value for key, value in json.loads(line).items() if "ms" not in key and "sec" not in key}
+        for line in lines
+    ]
+
+
+def start(*words: str) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *words], env=environment, stdout=subprocess.DEVNULL
+    )
+
+
+def kill_after(process: subprocess.Popen[bytes], folder: Path, steps: int) -> None:
+    """Kills a run at some moment after so many steps, as a power cut would."""
+    file = folder / "steps.jsonl"
+    while not file.exists() or file.read_bytes().count(b"\n") < steps:
+        assert process.poll() is None, "the run ended before it could be killed"
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state", ["fp32", "int8"])
+def test_a_run_killed_twice_ends_as_one_that_was_not(state: str, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    words = [*LONGER, f"state={state}"]
+    assert start(*words, f"hydra.run.dir={whole}").wait() == 0
+    kill_after(start(*words, f"hydra.run.dir={killed}"), killed, 70)
+    kill_after(start(f"resume={killed}"), killed, 160)
+    assert start(f"resume={killed}").wait() == 0
+
+    first, second = checkpoint(whole), checkpoint(killed)
+    assert first["global_step"] == second["global_step"] == 260
+    for key in RESULT:
+        assert equal(first[key], second[key]), key
+    assert rows(whole) == rows(killed)
+    assert equal(checkpoint(whole, "best.ckpt")["state_dict"], checkpoint(killed, "best.ckpt")["state_dict"])
+    resumes = json.loads((killed / "manifest.json").read_text())["resumed_from"]
+    assert [entry["global_step"] % 10 for entry in resumes] == [0, 0]
+    assert len(resumes) == 2
+
+
+@pytest.mark.slow
+def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(ROOT / "train.py"), *LONGER, f"hydra.run.dir={folder}"]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    while not (folder / "steps.jsonl").exists():
+        time.sleep(0.05)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate()
+    assert process.returncode == 130
+    assert errors == f"interrupted; to go on: python train.py resume={folder}\n"
+
+
+def compose_here(folder: Path) -> Any:
+    """What the command line would compose for a resume, in the test's process."""
+    return lambda words: _composed(words, folder)
+
+
+def _composed(words: list[str], folder: Path) -> DictConfig:
+    given = [word for word in words if word.startswith("run_folder=")]
+    rest = [word for word in words if not word.startswith("run_folder=")]
+    target = given[-1].split("=", 1)[1].strip("'") if given else folder
+    return composed(*rest, run_folder=target)
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> Path:
+    """The folder of a run of two steps."""
+    folder = tmp_path / "first"
+    train(composed(*SMALL, run_folder=folder), list(SMALL))
+    return folder
+
+
+def resumed(finished: Path, tmp_path: Path, *words: str) -> Any:
+    """Where a run with `resume=` and these words begins."""
+    cfg = composed(*words, run_folder=tmp_path / "new")
+    return find_start(cfg, list(words), compose_here(tmp_path / "new"))
+
+
+def test_a_folder_goes_on_in_place_with_its_own_words(finished: Path, tmp_path: Path) -> None:
+    begun = resumed(finished, tmp_path, f"resume='{finished}'", "trainer.max_steps=4")
+    assert begun.in_place
+    assert begun.global_step == 2
+    assert begun.cfg.run_folder == str(finished)
+    assert begun.cfg.model.width == 16  # not repeated, and not lost
+    assert begun.cfg.trainer.max_steps == 4
+    assert [word for word in begun.overrides if "resume" in word] == []
+
+
+def test_a_file_begins_a_new_run_with_the_words_of_the_old(finished: Path, tmp_path: Path) -> None:
+    words = (f"resume='{finished}/checkpoints/last.ckpt'", "trainer.max_steps=4", "schedule=constant")
+    begun = resumed(finished, tmp_path, *words)
+    assert not begun.in_place
+    assert begun.cfg.run_folder == str(tmp_path / "new")
+    assert begun.cfg.model.width == 16
+    train(begun.cfg, begun.overrides)
+    manifest = json.loads((tmp_path / "new" / "manifest.json").read_text())
+    assert manifest["resumed_from"][0]["checkpoint"] == f"{finished}/checkpoints/last.ckpt"
+    assert [row["update"] for row in rows(tmp_path / "new")] == [3, 4]
+    assert [row["update"] for row in rows(finished)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("state=int8", "state.format=fp32 (now int8)"),
+        ("optimizer.lr=1e-4", "optimizer.lr=0.002 (now 0.0001)"),
+        ("seed=7", "seed=0 (now 7)"),
+        ("precision=bf16-mixed", "precision=32-true (now bf16-mixed)"),
+        ("callbacks.fuse.on_nonfinite=raise", "on_nonfinite=skip (now raise)"),
+    ],
+)
+def test_in_place_nothing_that_computes_may_change(finished: Path, tmp_path: Path, word: str, message: str) -> None:
+    with pytest.raises(Refusal) as caught:
+        resumed(finished, tmp_path, f"resume='{finished}'", "trainer.max_steps=4", word)
+    assert message in str(caught.value)
+    assert "resume=" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "word", ["kernel=reference", "logger=csv", "trainer.log_every_n_steps=5", "data.num_workers=1"]
+)
+def test_in_place_the_execution_may_change(finished: Path, tmp_path: Path, word: str) -> None:
+    assert resumed(finished, tmp_path, f"resume='{finished}'", word).in_place
+
+
+def test_a_new_run_cannot_change_what_the_checkpoint_decides(finished: Path, tmp_path: Path) -> None:
+    words = (f"resume='{finished}/checkpoints/last.ckpt'", "trainer.max_steps=4")
+    with pytest.raises(Refusal, match=r"optimizer\.lr=0\.002"):
+        resumed(finished, tmp_path, *words, "optimizer.lr=1")
+
+
+REFUSED = [
+    (("trainer.max_steps=2",), "the run is finished, step 2 of 2; use trainer.max_steps=4"),
+    (("trainer.max_steps=4", "model.width=32"), "is of another model"),
+    (("trainer.max_steps=4", "state=int8"), "state"),
+    (("trainer.max_steps=4", "optimizer=sgd_fused"), "rule"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED)
+def test_a_checkpoint_that_does_not_fit_is_refused_before_the_run(
+    finished: Path, tmp_path: Path, words: tuple[str, ...], message: str
+) -> None:
+    begun = resumed(finished, tmp_path, f"resume='{finished}/checkpoints/last.ckpt'", *words)
+    with pytest.raises(ValueError, match=message):
+        Run(_with_resume(begun.cfg, finished), begun.overrides)
+    assert not (tmp_path / "new").exists()
+
+
+def _with_resume(cfg: DictConfig, finished: Path) -> DictConfig:
+    """The same configuration, resumed from a copy that lies in no run folder, so that it is not composed again."""
+    alone = finished.parent / "alone.ckpt"
+    alone.write_bytes((finished / "checkpoints" / "last.ckpt").read_bytes())
+    cfg.resume = str(alone)
+    return cfg
+
+
+def _damaged(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def _foreign(path: Path) -> None:
+    torch.save({"global_step": 1, "weights": torch.zeros(3)}, path)
+
+
+def _text(path: Path) -> None:
+    path.write_text("not a checkpoint")
+
+
+@pytest.mark.parametrize("spoil", [_damaged, _foreign, _text])
+def test_a_damaged_or_foreign_file_is_refused(finished: Path, tmp_path: Path, spoil: Any) -> None:
+    alone = tmp_path / "alone.ckpt"
+    alone.write_bytes((finished / "checkpoints" / "last.ckpt").read_bytes())
+    spoil(alone)
+    cfg = composed(*SMALL, f"resume='{alone}'", "trainer.max_steps=4", run_folder=tmp_path / "new")
+    with pytest.raises(Refusal, match=r"alone\.ckpt"):
+        Run(cfg, [])
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_without_checkpoints_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match="no complete checkpoint"):
+        find_start(composed(f"resume='{tmp_path}'"), [], compose_here(tmp_path))
+
+
+def test_differences_name_keys_of_both_sides() -> None:
+    old, new = OmegaConf.create({"a": {"b": 1}, "seed": 0}), OmegaConf.create({"a": {"c": 1}, "seed": 0, "kernel": "x"})
+    assert differences(old, new) == [("a.b", 1, None), ("a.c", None, 1)]  # the kernel is free
