@@ -203,7 +203,8 @@ def _check_folder(start: Start) -> None:
 
 
 def _compose(overrides: list[str]) -> DictConfig:
-    return compose(HydraConfig.get().job.config_name, overrides)
+    name = HydraConfig.get().job.config_name if HydraConfig.initialized() else "config"
+    return compose(name, overrides)
 
 
 def _typed() -> list[str]:
@@ -227,6 +228,7 @@ def _quieten() -> None:
     for text in (
         ".*does not have many workers.*",  # the data is in memory
         ".*GPU available but not used.*",
+        ".*The dirpath has changed from.*",  # a new run from a checkpoint
         ".*Checkpoint directory .* exists and is not empty.*",  # a resumed run's own
         ".*'set_vital' is deprecated.*",  # torchdata's own
         ".*treespec, LeafSpec.*",  # Lightning's own

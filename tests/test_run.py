@@ -187,5 +187,5 @@ def test_help_names_every_group_and_word(train_py: Command) -> None:
     for path in (ROOT / "conf").glob("*/*.yaml"):
         assert path.parent.name in text
         assert path.stem in text, f"--help does not name {path.parent.name}={path.stem}"
-    for line in text.splitlines():
-        assert len(line) <= 120
+    written = text.split("THE WORDS OF EACH GROUP")[0]  # the lists below are Hydra's
+    assert max(len(line) for line in written.splitlines()) <= 120

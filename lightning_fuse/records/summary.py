@@ -153,7 +153,7 @@ def summary_table(summary: RunSummary) -> list[tuple[str, str]]:
     rows += _cost_rows(summary)
     rows += _quality_rows(summary)
     if summary.last_checkpoint is not None:
-        rows.append(("last checkpoint", summary.last_checkpoint))
+        rows.append(("resume goes on from", summary.last_checkpoint))
     rows.append(("run folder", summary.run_folder))
     return rows
 

@@ -65,7 +65,7 @@ def test_the_table_says_everything() -> None:
     assert table["to target"] == "val/loss <= 2 after 37.0 s of training (39.5 s in all), 900 updates"
     assert table["best"] == "val/loss 1.9000 at step 1,000"
     assert table["best checkpoint"] == "runs/1/best.ckpt"
-    assert table["last checkpoint"] == "runs/1/last.ckpt"
+    assert table["resume goes on from"] == "runs/1/last.ckpt"
     assert table["run folder"] == "runs/1"
 
 

@@ -1,0 +1,61 @@
+"""StepProgress: a bar over steps in a terminal, a line per validation in a log file."""
+
+from __future__ import annotations
+
+import io
+
+import lightning as L
+import pytest
+import torch
+from rich.console import Console
+
+from lightning_fuse.callbacks.step_progress import StepProgress
+
+
+class Module(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+
+    def training_step(self, batch, batch_idx):
+        loss = (self.weight * batch[0]).sum()
+        self.log("train/loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", 1.25, prog_bar=True)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(progress: StepProgress) -> None:
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(24, 4)), batch_size=2)
+    trainer = L.Trainer(
+        accelerator="cpu", logger=False, enable_model_summary=False, enable_checkpointing=False, callbacks=[progress],
+        max_steps=10, max_epochs=-1, val_check_interval=5, check_val_every_n_epoch=None, log_every_n_steps=1,
+    )  # fmt: skip
+    trainer.fit(Module(), data, data)
+
+
+def test_a_log_file_gets_a_line_per_validation(capsys: pytest.CaptureFixture[str]) -> None:
+    fit(StepProgress())
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["step 5", "step 10"]
+    assert all("val/loss 1.25" in line for line in lines)
+
+
+def test_a_terminal_gets_a_bar_over_all_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    progress, screen = StepProgress(), io.StringIO()
+    progress._console = Console(file=screen, force_terminal=True, width=150)
+    fit(progress)
+    assert "10/10" in screen.getvalue()
+    assert "val/loss 1.25" in screen.getvalue()
+    assert capsys.readouterr().out == ""
+
+
+def test_a_rank_that_is_not_the_first_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = StepProgress()
+    progress.disable()
+    fit(progress)
+    assert capsys.readouterr().out == ""
