@@ -31,6 +31,8 @@ from rich.table import Table
 from rival_codecs import Scheme, all_schemes, exact
 from torch import Tensor
 
+from lightning_fuse.rules.rule import sqrt
+
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
 SPREADS = (0.5, 1.0)
 BEFORE, AFTER = 1000, 1500  # steps of noise before and after the fall
@@ -67,7 +69,8 @@ class Loop:
             m, v = m * BETA1 + g * (1 - BETA1), v * BETA2 + g * g * (1 - BETA2)
             root = (v / (1 - BETA2**self.step)).sqrt() + EPS
             updates.append(m / (1 - BETA1**self.step) / root)
-            self.moments[i] = (self.scheme.first(m, self.step), self.scheme.second(v, self.step))
+            kept = self.scheme.second(v, self.step)
+            self.moments[i] = (self.scheme.first(m, self.step, sqrt(kept)), kept)
         self.worst = max(self.worst, max(u.abs().max().item() for u in updates))
         return updates
 

@@ -7,17 +7,26 @@ written here from their published formulas, among them the teaching codec, linea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_fuse.formats import STATE_FORMATS, Codec, Place
 
-# (values after an update, number of the update) -> the values that the next update will find
-Keep: TypeAlias = Callable[[Tensor, int], Tensor]
+
+class Keep(Protocol):
+    """How one moment is kept."""
+
+    def __call__(self, values: Tensor, step: int, root: Tensor | None = None) -> Tensor:
+        """The values that the next update will find.
+
+        Args:
+            values: float32, after an update.
+            step: The number of the update.
+            root: For a first moment: the root of what the second was kept as just now.
+        """
 
 
 @dataclass(frozen=True)
@@ -74,16 +83,16 @@ class LinearInt8:
         scale = values.reshape(-1, self.block).abs().amax(dim=1, keepdim=True)
         return scale * (0.5 / self.levels + 2.0**-22)
 
-    def __call__(self, values: Tensor, step: int) -> Tensor:
+    def __call__(self, values: Tensor, step: int, root: Tensor | None = None) -> Tensor:
         """Encodes and decodes."""
         return self.decode(*self.encode(values), values.shape)
 
 
-def power_nearest(root: int, levels: float, block: int = 128) -> Keep:
-    """Codes of the ``root``-th root of the magnitude, rounded to nearest: any 8-bit code without a dither.
+def power_nearest(order: int, levels: float, block: int = 128) -> Keep:
+    """Codes of the ``order``-th root of the magnitude, rounded to nearest: any 8-bit code without a dither.
 
     Args:
-        root: 2 or 4.
+        order: 2 or 4.
         levels: The largest code.
         block: Elements per scale.
 
@@ -91,13 +100,13 @@ def power_nearest(root: int, levels: float, block: int = 128) -> Keep:
         The function that encodes and decodes; a value that is not 0 never gets the code 0 under the fourth root.
     """
 
-    def keep(values: Tensor, step: int) -> Tensor:
+    def keep(values: Tensor, step: int, root: Tensor | None = None) -> Tensor:
         blocks = values.reshape(-1, block)
         scale = blocks.abs().amax(dim=1, keepdim=True)
-        codes = torch.round((blocks.abs() / _nonzero(scale)) ** (1.0 / root) * levels)
-        if root == 4:
+        codes = torch.round((blocks.abs() / _nonzero(scale)) ** (1.0 / order) * levels)
+        if order == 4:
             codes = torch.where(blocks > 0, codes.clamp(min=1.0), 0.0)
-        return (torch.sign(blocks) * (codes / levels) ** root * scale).view(values.shape)
+        return (torch.sign(blocks) * (codes / levels) ** order * scale).view(values.shape)
 
     return keep
 
@@ -114,7 +123,7 @@ def mapped(levels: Tensor, block: int = 256) -> Keep:
     """
     middles = (levels[1:] + levels[:-1]) / 2
 
-    def keep(values: Tensor, step: int) -> Tensor:
+    def keep(values: Tensor, step: int, root: Tensor | None = None) -> Tensor:
         flat = values.reshape(-1)
         padded = torch.nn.functional.pad(flat, (0, -flat.numel() % block)).view(-1, block)
         scale = padded.abs().amax(dim=1, keepdim=True)
@@ -126,10 +135,14 @@ def mapped(levels: Tensor, block: int = 256) -> Keep:
 
 def packaged(codec: Codec) -> Keep:
     """A codec of the package."""
-    return lambda values, step: codec.decode(codec.encode(values, Place(step)))
+
+    def keep(values: Tensor, step: int, root: Tensor | None = None) -> Tensor:
+        return codec.decode(codec.encode(values, Place(step), root), root)
+
+    return keep
 
 
-def exact(values: Tensor, step: int) -> Tensor:
+def exact(values: Tensor, step: int, root: Tensor | None = None) -> Tensor:
     """float32: nothing is lost."""
     return values
 

@@ -22,11 +22,11 @@ class Float32(Codec):
         """See ``Codec.parts``."""
         return (Part("", shape, torch.float32),)
 
-    def encode(self, values: Tensor, place: Place) -> tuple[Tensor, ...]:
+    def encode(self, values: Tensor, place: Place, root: Tensor | None = None) -> tuple[Tensor, ...]:
         """See ``Codec.encode``."""
         return (values,)
 
-    def decode(self, parts: tuple[Tensor, ...]) -> Tensor:
+    def decode(self, parts: tuple[Tensor, ...], root: Tensor | None = None) -> Tensor:
         """See ``Codec.decode``."""
         return parts[0]
 
@@ -40,11 +40,11 @@ class BFloat16Nearest(Codec):
         """See ``Codec.parts``."""
         return (Part("", shape, torch.bfloat16),)
 
-    def encode(self, values: Tensor, place: Place) -> tuple[Tensor, ...]:
+    def encode(self, values: Tensor, place: Place, root: Tensor | None = None) -> tuple[Tensor, ...]:
         """See ``Codec.encode``."""
         return (bf16_nearest(values),)
 
-    def decode(self, parts: tuple[Tensor, ...]) -> Tensor:
+    def decode(self, parts: tuple[Tensor, ...], root: Tensor | None = None) -> Tensor:
         """See ``Codec.decode``; exact."""
         return parts[0].to(torch.float32)
 
@@ -54,7 +54,7 @@ class BFloat16Dithered(BFloat16Nearest):
 
     name = "bf16_dithered"
 
-    def encode(self, values: Tensor, place: Place) -> tuple[Tensor, ...]:
+    def encode(self, values: Tensor, place: Place, root: Tensor | None = None) -> tuple[Tensor, ...]:
         """See ``Codec.encode``."""
         word = dither_word(values.numel(), place.step, PHASE_UNSIGNED, place.index_start, values.device)
         return (bf16_dithered(values, word.view(values.shape)),)

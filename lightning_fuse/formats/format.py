@@ -8,7 +8,7 @@ no optimizer. Encoding is a pure function of (values, step, index), so a replay 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import ClassVar
@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_fuse.rules.rule import Moment
+from lightning_fuse.rules.rule import Moment, sqrt
 
 
 @dataclass(frozen=True)
@@ -68,27 +68,41 @@ class Codec(ABC):
         """The tensors that keep a moment of the given shape. All zeros stand for an all-zero moment."""
 
     @abstractmethod
-    def encode(self, values: Tensor, place: Place) -> tuple[Tensor, ...]:
+    def encode(self, values: Tensor, place: Place, root: Tensor | None = None) -> tuple[Tensor, ...]:
         """Encodes.
 
         Args:
             values: float32, the parameter's shape.
             place: Step and index.
+            root: ``root`` of what the moment's unit was encoded as just now, or None where it has no unit. A codec may
+                keep values relative to it, and then keeps 0 where it is 0 or not finite.
 
         Returns:
             One tensor for each of ``parts(values.shape)``, in that order.
         """
 
     @abstractmethod
-    def decode(self, parts: tuple[Tensor, ...]) -> Tensor:
+    def decode(self, parts: tuple[Tensor, ...], root: Tensor | None = None) -> Tensor:
         """Decodes.
 
         Args:
             parts: The tensors that ``encode`` gave.
+            root: What ``encode`` was given.
 
         Returns:
             float32, the parameter's shape.
         """
+
+    def root(self, parts: tuple[Tensor, ...]) -> Tensor:
+        """The square root of what ``decode`` gives, correctly rounded unless the codec says otherwise.
+
+        Args:
+            parts: The tensors that ``encode`` gave for a moment that is never negative.
+
+        Returns:
+            float32, the parameter's shape.
+        """
+        return sqrt(self.decode(parts))
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Bytes that a moment of the given shape takes."""
@@ -134,3 +148,52 @@ def state_tensors(
         The tensors in the order of ``codec.parts(shape)``.
     """
     return tuple(state[moment.name + part.suffix] for part in codec.parts(shape))
+
+
+def decode_moments(
+    moments: Sequence[Moment], codecs: Sequence[Codec], parts: Sequence[tuple[Tensor, ...]]
+) -> tuple[Tensor, ...]:
+    """Decodes all moments of one parameter, those with a unit relative to it.
+
+    Args:
+        moments: The moments of a rule.
+        codecs: What keeps each.
+        parts: The parts of each.
+
+    Returns:
+        float32 values of each moment, the parameter's shape.
+    """
+    return tuple(
+        codec.decode(kept, _root_of_unit(moment, moments, codecs, parts))
+        for moment, codec, kept in zip(moments, codecs, parts, strict=True)
+    )
+
+
+def encode_moments(
+    moments: Sequence[Moment], codecs: Sequence[Codec], values: Sequence[Tensor], place: Place
+) -> tuple[tuple[Tensor, ...], ...]:
+    """Encodes all moments of one parameter, units first, for the others may be kept relative to what became of them.
+
+    Args:
+        moments: The moments of a rule.
+        codecs: What keeps each.
+        values: float32, the new values of each.
+        place: Step and index.
+
+    Returns:
+        The parts of each moment.
+    """
+    parts: list[tuple[Tensor, ...]] = [()] * len(moments)
+    for index in sorted(range(len(moments)), key=lambda index: bool(moments[index].unit)):
+        root = _root_of_unit(moments[index], moments, codecs, parts)
+        parts[index] = codecs[index].encode(values[index], place, root)
+    return tuple(parts)
+
+
+def _root_of_unit(
+    moment: Moment, moments: Sequence[Moment], codecs: Sequence[Codec], parts: Sequence[tuple[Tensor, ...]]
+) -> Tensor | None:
+    if not moment.unit:
+        return None
+    index = [other.name for other in moments].index(moment.unit)
+    return codecs[index].root(parts[index])

@@ -1,24 +1,40 @@
 """int8: blocks of up to 128 one-byte codes and one float32 scale each, about 1.031 bytes an element.
 
-Both moments are stored as the square root of a gradient's magnitude, so that codes are spent evenly over orders of
-magnitude, and both are rounded with the dither sequence of ``rounding.py``: a code is worth 1-2 % of the value and
+Both moments are stored as the square root of a gradient's magnitude, so that small ones get their share of codes, and
+both are rounded with the dither sequence of ``rounding.py``: a code is worth 1-2 % of the value and
 beta2 = 0.999 moves it by 0.1 % a step, so nearest rounding would never move it at all.
 
-Signed (first moment, momentum), one int8 per element, for a block of values m::
+Signed (first moment, momentum), one int8 per element, for a block of values m. Where the moment has a unit, that is
+where the update divides by the root of a second moment, m stands for the quotient m / root, ``root`` being the root of
+the second moment *as it is stored*; what is read back is multiplied by it again. A dithered code is then wrong by a
+share of the update, not of the block's largest moment::
 
     s = max |m|                                  stored
     code = sign(m) * min(127, floor(sqrt(|m|) * (127 / sqrt(s)) + d))
     m' = q * |q|    with q = code * (sqrt(s) / 127)
 
-Unsigned (second moment), one uint8 per element, for a block of values v, r = sqrt(sqrt(v))::
+Unsigned (second moment), one uint8 per element, for a block of values v, r = sqrt(v)::
 
-    s = the smallest 2^(k/8) >= max r            stored; stands still from step to step
-    code = min(255, floor(r * (255 / s) + d))    and never 0 for v > 0
-    v' = (x * x) * (x * x)    with x = code * (s / 255)
+    s = the smallest 2^(k/8) >= max sqrt(r)      stored; stands still from step to step
+    code = min(255, floor(sqrt(r) * (255 / s) + d))    and never 0 for v > 0
+    root = x * x,  v' = root * root    with x = code * (s / 255)
+
+or, in a *wide* block, where more than half of the elements that are not 0 have r < s^2 / 32, logarithmic codes, on the
+levels L(n) = 2^(n/16), with L(n) <= r < L(n + 1) and L(top) = s^2::
+
+    -s                                           stored: the sign bit is the kind
+    code = n + floor((r - L(n)) / (L(n + 1) - L(n)) + d) - top + 255    clamped to [1, 255], and 0 for v = 0
+    root = L(code - 255 + top),  v' = root * root
+
+s^2 is itself a level, so a change of scale moves codes by whole numbers and rounds nothing anew. Levels are put
+together from exponent bits and a table of 16 mantissas, and n is read off the bits of r: no logarithm is computed. 1/32
+is where a step of the fourth root becomes coarser than a level; being a count, the decision depends on no order of
+summation, and as the median is far from the border in most blocks, the kind stands still, too.
 
 Every bracket without a tensor of values is computed once per block. Scales have no floor and all operations scale
 exactly with powers of two: multiplying all gradients by a power of four changes no code. A block of zeros has scale 0.
-A value that is not finite counts as zero here (the parameter has it already), so it spoils its element, not its block.
+A value that is not finite counts as zero here (the parameter has it already), so it spoils its element, not its block;
+so does a quotient by a unit that is zero or not finite.
 
 Blocks lie inside one row of dimension 0, the other dimensions flattened; a shorter row is one block, and the last block
 of a row may be short. Slicing along dimension 0 therefore never cuts a block.
@@ -44,8 +60,15 @@ from lightning_fuse.rules.rule import divide, sqrt
 
 BLOCK = 128  # elements per scale
 
-# Mantissa bits of 2^(k/8), k = 0..8, rounded to float32; 2^(8/8) carries into the exponent.
-_GRID_MANTISSAS = tuple(int((2.0 ** (k / 8) - 1.0) * 2.0**23 + 0.5) for k in range(9))
+# A block is wide where more than half of it lies this many levels below the top: from there on a step of the fourth
+# root (code 45 of 255: 46^2 / 45^2 = 1.045) is coarser than a level (2^(1/16) = 1.044).
+WIDE_LEVELS = 80
+
+# Mantissa bits of 2^(k/16), k = 0..16, rounded to float32; 2^(16/16) carries into the exponent.
+_LEVELS = tuple(int((2.0 ** (k / 16) - 1.0) * 2.0**23 + 0.5) for k in range(17))
+_GRID = _LEVELS[::2]  # of 2^(k/8), k = 0..8
+
+_LEVEL_OF_ONE = 16 * 127  # levels are numbered from 2^-127, so that a number's upper bits are its exponent
 
 
 class Int8Signed(Codec):
@@ -58,9 +81,10 @@ class Int8Signed(Codec):
         """See ``Codec.parts``."""
         return _parts(shape, torch.int8)
 
-    def encode(self, values: Tensor, place: Place) -> tuple[Tensor, ...]:
+    def encode(self, values: Tensor, place: Place, root: Tensor | None = None) -> tuple[Tensor, ...]:
         """See ``Codec.encode``; returns codes and scales."""
-        blocks = to_blocks(_finite(values))
+        # Where the unit is zero this is a quotient that is not finite, and so a zero.
+        blocks = to_blocks(_finite(values if root is None else values / _finite(root)))
         scale = blocks.abs().amax(dim=-1)
         per_unit = torch.where(scale > 0, divide(127.0, sqrt(scale)), 0.0)
         dither = _block_dither(values, place, PHASE_SIGNED)
@@ -68,15 +92,16 @@ class Int8Signed(Codec):
         codes = from_blocks(torch.copysign(code, blocks), values.shape)
         return codes.to(torch.int8), scale.view(scale_shape(values.shape))
 
-    def decode(self, parts: tuple[Tensor, ...]) -> Tensor:
+    def decode(self, parts: tuple[Tensor, ...], root: Tensor | None = None) -> Tensor:
         """See ``Codec.decode``."""
         codes, scale = parts
         q = to_blocks(codes.to(torch.float32)) * _per_block(_units(sqrt(scale), 127.0), codes.shape)
-        return from_blocks(q * q.abs(), codes.shape)
+        values = from_blocks(q * q.abs(), codes.shape)
+        return values if root is None else values * _finite(root)
 
 
 class Int8Unsigned(Codec):
-    """The codec ``int8_unsigned``: fourth-root codes of a second moment; see the module for its formula."""
+    """The codec ``int8_unsigned``: fourth-root or logarithmic codes of a second moment; see the module."""
 
     name = "int8_unsigned"
     scaled = True
@@ -85,22 +110,99 @@ class Int8Unsigned(Codec):
         """See ``Codec.parts``."""
         return _parts(shape, torch.uint8)
 
-    def encode(self, values: Tensor, place: Place) -> tuple[Tensor, ...]:
+    def encode(self, values: Tensor, place: Place, root: Tensor | None = None) -> tuple[Tensor, ...]:
         """See ``Codec.encode``; returns codes and scales."""
-        roots = sqrt(sqrt(to_blocks(_finite(values))))
-        scale = grid_ceil(roots.amax(dim=-1))
+        roots = sqrt(to_blocks(_finite(values)))
+        fourth = sqrt(roots)
+        scale = grid_ceil(fourth.amax(dim=-1))
+        top = top_level(scale)
+        wide = _is_wide(roots, top)
         per_unit = torch.where(scale > 0, divide(255.0, scale), 0.0)
         dither = _block_dither(values, place, PHASE_UNSIGNED)
-        code = torch.floor(roots * per_unit.unsqueeze(-1) + dither).clamp(max=255.0)
+        code = torch.floor(fourth * per_unit.unsqueeze(-1) + dither).clamp(max=255.0)
+        if wide.any():
+            code = torch.where(wide.unsqueeze(-1), _level_codes(roots, top, dither), code)
         code = torch.where(roots > 0, code.clamp(min=1.0), 0.0)
+        scale = torch.where(wide, -scale, scale)
         return from_blocks(code, values.shape).to(torch.uint8), scale.view(scale_shape(values.shape))
 
-    def decode(self, parts: tuple[Tensor, ...]) -> Tensor:
+    def decode(self, parts: tuple[Tensor, ...], root: Tensor | None = None) -> Tensor:
         """See ``Codec.decode``."""
+        own = self.root(parts)
+        return own * own
+
+    def root(self, parts: tuple[Tensor, ...]) -> Tensor:
+        """See ``Codec.root``; what the codes stand for, without a square root."""
         codes, scale = parts
-        x = to_blocks(codes.to(torch.float32)) * _per_block(_units(scale, 255.0), codes.shape)
-        square = x * x
-        return from_blocks(square * square, codes.shape)
+        blocks = to_blocks(codes)
+        x = blocks.to(torch.float32) * _per_block(_units(scale.abs(), 255.0), codes.shape)
+        roots, wide = x * x, torch.signbit(scale)
+        if wide.any():
+            number = blocks.to(torch.int64) - 255 + _per_block(top_level(scale.abs()), codes.shape)
+            levels = torch.where(blocks > 0, level(number), 0.0)
+            roots = torch.where(_per_block(wide, codes.shape), levels, roots)
+        return from_blocks(roots, codes.shape)
+
+
+def _is_wide(roots: Tensor, top: Tensor) -> Tensor:
+    """Whether more than half of what is not zero in a block lies below 1/32 of its top level; a count has no order.
+
+    Args:
+        roots: float32, [..., 128].
+        top: Number of the top level, int64, [...].
+
+    Returns:
+        bool, [...].
+    """
+    small = (roots < level(top - WIDE_LEVELS).unsqueeze(-1)) & (roots > 0)
+    return 2 * small.sum(dim=-1) > (roots > 0).sum(dim=-1)
+
+
+def _level_codes(roots: Tensor, top: Tensor, dither: Tensor) -> Tensor:
+    """Codes of a wide block, before a zero becomes 0 and anything else at least 1.
+
+    Args:
+        roots: float32, [..., 128], 0 or a normal number > 0.
+        top: Number of the top level, int64, [...].
+        dither: float32, the shape of ``roots``.
+
+    Returns:
+        float32, the shape of ``roots``; whole numbers of at most 255.
+    """
+    bits, levels = float_bits(roots), torch.tensor(_LEVELS, dtype=torch.int64, device=roots.device)
+    mantissa = bits & 0x7FFFFF
+    below = sum((mantissa >= bound).to(torch.int64) for bound in _LEVELS[1:16])
+    rest, gap = mantissa - levels[below], levels[below + 1] - levels[below]
+    share = rest.to(torch.float32) / gap.to(torch.float32)
+    number = (bits >> 23) * 16 + below + torch.floor(share + dither).to(torch.int64)
+    return (number - top.unsqueeze(-1) + 255).clamp(max=255).to(torch.float32)
+
+
+def level(number: Tensor) -> Tensor:
+    """The level of a given number: 2^(number / 16 - 127), put together from exponent and table.
+
+    Args:
+        number: int64, any shape, in [16, 4080).
+
+    Returns:
+        float32, the shape of ``number``.
+    """
+    levels = torch.tensor(_LEVELS, dtype=torch.int64, device=number.device)
+    return bits_to_float(((number >> 4) << 23) + levels[number & 15])
+
+
+def top_level(scale: Tensor) -> Tensor:
+    """The number of the level that is the square of a scale on the grid 2^(k/8).
+
+    Args:
+        scale: float32, any shape, on the grid, or 0.
+
+    Returns:
+        int64, the shape of ``scale``; for 0 some number that no code uses.
+    """
+    bits = float_bits(scale)
+    eighths = sum(((bits & 0x7FFFFF) >= bound).to(torch.int64) for bound in _GRID[1:8])
+    return ((bits >> 23) - 127) * 32 + eighths * 4 + _LEVEL_OF_ONE
 
 
 def grid_ceil(x: Tensor) -> Tensor:
@@ -114,7 +216,7 @@ def grid_ceil(x: Tensor) -> Tensor:
     """
     bits = float_bits(x)
     mantissa, exponent = bits & 0x7FFFFF, bits & 0x7F800000
-    grid = torch.tensor(_GRID_MANTISSAS, dtype=torch.int64, device=x.device)
+    grid = torch.tensor(_GRID, dtype=torch.int64, device=x.device)
     steps = (mantissa.unsqueeze(-1) > grid[:8]).sum(dim=-1)
     return torch.where(x > 0, bits_to_float(exponent + grid[steps]), 0.0)
 

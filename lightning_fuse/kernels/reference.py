@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fuse.formats.format import Place
+from lightning_fuse.formats.format import Place, decode_moments, encode_moments
 from lightning_fuse.formats.master import canonical_nan
 from lightning_fuse.kernels.kernel import PARAM_DTYPES, Slot, StepKernel, Support, Work
 from lightning_fuse.rules.rule import LayerwiseRule, UpdateRule
@@ -80,7 +80,8 @@ def _step_parameter(work: Work, step: int, scalars: Mapping[str, float], factor:
     if work.group["maximize"]:
         grad = -grad
     weight = slot.master.join(slot.param, slot.master_tensors)
-    moments = tuple(stored.codec.decode(stored.tensors) for stored in slot.moments)
+    kinds, codecs = [stored.moment for stored in slot.moments], [stored.codec for stored in slot.moments]
+    moments = decode_moments(kinds, codecs, [stored.tensors for stored in slot.moments])
     if isinstance(slot.rule, LayerwiseRule):
         scalars = {**scalars, "trust": _trust(slot.rule, weight, grad, moments, scalars)}
     weight, moments = slot.rule.update(weight, grad, moments, scalars)
@@ -89,8 +90,8 @@ def _step_parameter(work: Work, step: int, scalars: Mapping[str, float], factor:
     param, master = slot.master.split(weight, slot.param.dtype, place)
     slot.param.copy_(param)
     _overwrite(slot.master_tensors, master)
-    for stored, values in zip(slot.moments, moments, strict=True):
-        _overwrite(stored.tensors, stored.codec.encode(values, place))
+    for stored, parts in zip(slot.moments, encode_moments(kinds, codecs, moments, place), strict=True):
+        _overwrite(stored.tensors, parts)
     slot.step.fill_(step)
 
 

@@ -6,7 +6,9 @@ dtype, and a checkpoint that does not fit is refused before anything is changed.
 
 The state dict is torch's (``state`` by index, ``param_groups``) with one entry more::
 
-    "lightning_fuse": {"format_version": 1, "rules": [name per parameter], "formats": [...], "masters": [...]}
+    "lightning_fuse": {"format_version": 2, "rules": [name per parameter], "formats": [...], "masters": [...]}
+
+Version 1, which is still read, kept int8 first moments on their own, not in units of the second moment's root.
 """
 
 from __future__ import annotations
@@ -17,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_fuse.formats.format import Place
+from lightning_fuse.formats.format import Place, encode_moments, state_tensors
 from lightning_fuse.optim.state_match import Incoming, group_numbers, match, outline
 
 if TYPE_CHECKING:
     from lightning_fuse.optim.fused import FusedOptimizer
 
 ENTRY = "lightning_fuse"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 def describe(optimizer: FusedOptimizer, packed: dict[str, Any]) -> dict[str, Any]:
@@ -141,7 +143,23 @@ def _from_ours(optimizer: FusedOptimizer, item: Incoming, about: Mapping[str, An
                 f"checkpoint holds {key} of {item.name} as {got}, expected {(request.shape, request.dtype)}: "
                 "the parameter has another shape than when it was saved"
             )
-    return {**item.state, "step": _step_of(item)}
+    held = {**item.state, "step": _step_of(item)}
+    return _in_units(optimizer, item, held) if about["format_version"] == 1 else held
+
+
+def _in_units(optimizer: FusedOptimizer, item: Incoming, held: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Encodes anew what version 1 kept without a unit."""
+    fmt, shape = optimizer._format(item.group, item.name, item.param), tuple(item.param.shape)
+    moments = optimizer._rule_of(item.group, item.param).moments
+    parts = {m.name: state_tensors(m, fmt.codec(m), held, shape) for m in moments}
+    by_name, result = {m.name: m for m in moments}, dict(held)
+    for moment in moments:
+        if moment.unit and fmt.codec(moment).scaled:
+            codec, unit = fmt.codec(moment), by_name[moment.unit]
+            root = fmt.codec(unit).root(parts[unit.name])
+            encoded = codec.encode(codec.decode(parts[moment.name]), Place(int(held["step"])), root)
+            result.update({moment.name + p.suffix: t for p, t in zip(codec.parts(shape), encoded, strict=True)})
+    return result
 
 
 def _from_torch(optimizer: FusedOptimizer, item: Incoming) -> dict[str, Tensor]:
@@ -152,6 +170,7 @@ def _from_torch(optimizer: FusedOptimizer, item: Incoming) -> dict[str, Tensor]:
     step = _step_of(item)
     held = {"step": step}
     fmt, shape = optimizer._format(item.group, item.name, item.param), tuple(item.param.shape)
+    values = []
     for moment in rule.moments:
         tensor = item.state.get(moment.name)
         if not isinstance(tensor, Tensor) or tensor.shape != item.param.shape:
@@ -159,9 +178,11 @@ def _from_torch(optimizer: FusedOptimizer, item: Incoming) -> dict[str, Tensor]:
                 f"checkpoint holds {sorted(item.state)} for {item.name}, the rule {rule.name} needs {moment.name} "
                 f"of shape {shape}: it belongs to another optimizer or model"
             )
-        codec = fmt.codec(moment)
-        encoded = codec.encode(tensor.to(torch.float32), Place(int(step)))
-        held.update({moment.name + part.suffix: t for part, t in zip(codec.parts(shape), encoded, strict=True)})
+        values.append(tensor.to(torch.float32))
+    codecs = [fmt.codec(moment) for moment in rule.moments]
+    encoded = encode_moments(rule.moments, codecs, values, Place(int(step)))
+    for moment, codec, parts in zip(rule.moments, codecs, encoded, strict=True):
+        held.update({moment.name + part.suffix: t for part, t in zip(codec.parts(shape), parts, strict=True)})
     return held
 
 
@@ -197,8 +218,8 @@ def _restart(optimizer: FusedOptimizer, item: Incoming) -> None:
 
 def _check_version(about: Mapping[str, Any]) -> None:
     version = about.get("format_version")
-    if version != FORMAT_VERSION:
+    if version not in (1, FORMAT_VERSION):
         raise ValueError(
-            f"checkpoint has state format version {version!r}, known: {FORMAT_VERSION}; "
+            f"checkpoint has state format version {version!r}, known: 1 and {FORMAT_VERSION}; "
             "load it with the version of lightning_fuse that wrote it, or a newer one"
         )

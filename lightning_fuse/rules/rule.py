@@ -26,10 +26,13 @@ class Moment:
     Attributes:
         name: The key in ``optimizer.state[p]``, torch's own where torch has one (``exp_avg``).
         signed: Whether values can be negative. State formats round the two kinds differently.
+        unit: The name of another moment of the rule, a square whose root is this one's natural unit: the update divides
+            by it, so that small numbers of units matter where small numbers do not. Empty where there is none.
     """
 
     name: str
     signed: bool
+    unit: str = ""
 
 
 class UpdateRule(ABC):

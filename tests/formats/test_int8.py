@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_fuse.formats import STATE_FORMATS, Place
-from lightning_fuse.formats.int8 import grid_ceil
-from tests.formats.values import SHAPES, as_rows, block_slices, moments
-from tests.tolerances import DITHER_MEAN, U
+from lightning_fuse.formats import STATE_FORMATS, Place, StateFormat
+from lightning_fuse.formats.int8 import grid_ceil, level, top_level
+from tests.formats.values import SHAPES, as_rows, block_slices, largest_of_block, moments
+from tests.tolerances import DITHER_MEAN, U, int8_signed_bound
 
 SIGNED, UNSIGNED = STATE_FORMATS["int8"].signed, STATE_FORMATS["int8"].unsigned
 EVERY_SHAPE = pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -25,7 +25,7 @@ def test_the_signed_scale_is_the_largest_magnitude(shape: tuple[int, ...]) -> No
 @EVERY_SHAPE
 def test_the_unsigned_scale_is_the_next_grid_point(shape: tuple[int, ...]) -> None:
     values = moments(shape, False)
-    scales = UNSIGNED.encode(values, Place(1))[1].flatten()
+    scales = UNSIGNED.encode(values, Place(1))[1].flatten().abs()  # the sign is the kind of the block
     for scale, (row, columns) in zip(scales, block_slices(shape), strict=True):
         root = as_rows(values)[row, columns].double().max() ** 0.25
         if root == 0:
@@ -75,8 +75,14 @@ def test_a_positive_second_moment_never_becomes_zero(small: float) -> None:
 @pytest.mark.parametrize("power", [-20, -6, -1, 1, 5, 12])
 def test_multiplying_gradients_by_a_power_of_four_changes_no_code(power: int) -> None:
     """m scales by 4^k and v by 16^k; scales follow exactly."""
-    m, v, step = moments((16, 300), True, spread=1.0), moments((16, 300), False, spread=1.0), Place(11)
+    m, step = moments((16, 300), True, spread=1.0), Place(11)
+    v = torch.cat([moments((8, 300), False, spread=0.5), moments((8, 300), False, spread=2.0)])
     factor = 4.0**power
+    assert 0 < torch.signbit(UNSIGNED.encode(v, step)[1]).sum() < 16 * 3  # blocks of both kinds
+    roots, grown_roots = (UNSIGNED.root(UNSIGNED.encode(x, step)) for x in (v, v * factor**2))
+    assert torch.equal(roots * factor, grown_roots)
+    for one, other in zip(SIGNED.encode(m, step, roots), SIGNED.encode(m * factor, step, grown_roots), strict=True):
+        assert torch.equal(one, other)
     for codec, values, grown, of_scale in ((SIGNED, m, factor, factor), (UNSIGNED, v, factor**2, factor**0.5)):
         codes, scale = codec.encode(values, step)
         codes_of_grown, scale_of_grown = codec.encode(values * grown, step)
@@ -125,3 +131,97 @@ def test_the_scale_stands_still_while_values_move_a_little() -> None:
     after = UNSIGNED.encode(values * 0.999, Place(2))[1]
     # A block moves by 0.00025 of an octave of the root: of grid steps of 1/8 octave 0.3 % change.
     assert (before != after).float().mean() < 0.05
+
+
+# Wide blocks
+
+
+def wide_values(small: int = 127, ratio: float = 1e-3) -> torch.Tensor:
+    """Roots of one block: one, some that are much smaller, the others a half."""
+    roots = torch.full((1, 128), 0.5)
+    roots[0, 0] = 1.0
+    roots[0, 1 : 1 + small] = ratio * torch.linspace(0.5, 1.0, small) if small else ratio
+    return roots * roots
+
+
+def test_levels_are_sixteenths_of_an_octave() -> None:
+    numbers = torch.arange(16, 254 * 16)
+    exact = 2.0 ** (numbers.double() / 16 - 127)
+    assert ((level(numbers).double() / exact - 1).abs() <= U).all()
+    scales = (2.0 ** (torch.arange(-8 * 30, 8 * 30).double() / 8)).float()
+    off = level(top_level(scales)).double() / scales.double() ** 2 - 1
+    assert (off.abs() < 4 * U).all()
+
+
+@pytest.mark.parametrize(("small", "wide"), [(0, False), (64, False), (65, True), (127, True)])
+def test_a_block_is_wide_where_most_of_it_is_far_below_its_top(small: int, wide: bool) -> None:
+    values = wide_values(small)
+    scale = UNSIGNED.encode(values, Place(1))[1]
+    assert scale.abs() == 1.0
+    assert bool(torch.signbit(scale)) == wide
+    # What is zero has no say; neither have the other block, the step and the padding of a short block.
+    half = torch.cat([values[:, :1], values[:, 1 : 1 + small]], dim=1)
+    assert bool(torch.signbit(UNSIGNED.encode(half, Place(9))[1])) == (small > 1)
+
+
+def test_the_border_of_small_is_the_32nd_part_of_the_top_level() -> None:
+    for ratio, wide in ((1 / 32, False), (1 / 32 * (1 - 2 * U), True)):
+        roots = torch.full((1, 128), ratio)
+        roots[0, 0] = 1.0
+        assert bool(torch.signbit(UNSIGNED.encode(roots * roots, Place(1))[1])) == wide
+
+
+def test_levels_are_not_rounded_again() -> None:
+    """What was read back is written as it was, at any step, and under a larger scale, too: codes move as one."""
+    values = wide_values()
+    for step in range(1, 40):
+        parts = UNSIGNED.encode(values, Place(step))
+        back = UNSIGNED.decode(parts)
+        again = UNSIGNED.encode(back, Place(step + 1))
+        assert all(torch.equal(a, b) for a, b in zip(parts, again, strict=True))
+        for eighths in range(1, 9):
+            back[0, 0] = 2.0 ** (eighths / 2)
+            codes, scale = UNSIGNED.encode(back, Place(step + 2))
+            assert torch.equal(codes[0, 1:], parts[0][0, 1:] - 4 * eighths)
+            assert torch.equal(UNSIGNED.decode((codes, scale))[0, 1:], back[0, 1:])
+
+
+def test_a_level_is_right_on_average() -> None:
+    """Dithering is linear between two levels, in the root."""
+    values, count = wide_values(), 100
+    sums = torch.zeros(values.shape, dtype=torch.float64)
+    for step in range(1, count + 1):
+        sums += UNSIGNED.root(UNSIGNED.encode(values, Place(step))).double()
+    exact = values.double().sqrt()
+    gap = exact * (2 ** (1 / 16) - 1)
+    assert ((sums / count - exact).abs() / gap)[0, 1:].max() < DITHER_MEAN
+
+
+# The first moment in units of the second's root
+
+
+def test_a_moment_with_a_unit_errs_by_a_code_of_the_quotient() -> None:
+    m, v = moments((16, 300), True), moments((16, 300), False, seed=1)
+    root = UNSIGNED.root(UNSIGNED.encode(v, Place(3)))
+    back = SIGNED.decode(SIGNED.encode(m, Place(3), root), root)
+    quotient = torch.where(root > 0, m / root, 0.0)
+    bound = int8_signed_bound(quotient, largest_of_block(quotient)) * root.double() * (1 + 8 * U)
+    assert ((back.double() - quotient.double() * root.double()).abs() <= bound).all()
+    assert (back[root == 0] == 0).all()
+
+
+@pytest.mark.parametrize("bad", [0.0, torch.inf, torch.nan])
+def test_without_a_usable_unit_nothing_is_kept(bad: float) -> None:
+    m, root = torch.linspace(-1.0, 1.0, 256).view(2, 128), torch.ones(2, 128)
+    clean = m.clone()
+    clean[1, 5], root[1, 5] = 0.0, bad
+    parts, expected = SIGNED.encode(m, Place(2), root), SIGNED.encode(clean, Place(2), torch.ones(2, 128))
+    assert all(torch.equal(a, b) for a, b in zip(parts, expected, strict=True))
+    assert torch.equal(SIGNED.decode(parts, root), SIGNED.decode(expected, torch.ones(2, 128)))
+
+
+@pytest.mark.parametrize("fmt", STATE_FORMATS.values(), ids=list(STATE_FORMATS))
+def test_the_root_is_that_of_what_is_read_back(fmt: StateFormat) -> None:
+    parts = fmt.unsigned.encode(moments((8, 300), False), Place(4))
+    exact = fmt.unsigned.decode(parts).double().sqrt()
+    assert torch.equal(fmt.unsigned.root(parts), exact.float())

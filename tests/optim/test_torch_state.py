@@ -11,6 +11,7 @@ from torch.nn import Parameter
 
 from lightning_fuse import FusedAdamW, FusedSGD
 from lightning_fuse.formats import STATE_FORMATS, Place
+from lightning_fuse.formats.format import encode_moments
 from lightning_fuse.rules import RULES
 from tests.optim.models import bits, groups_of, parameters, same_bits, train
 from tests.optim.test_refusals import refuse
@@ -43,12 +44,12 @@ def test_torchs_state_loads(rule: str, named: bool, state: str) -> None:
     for index, (name, p) in enumerate(params.items()):
         if RULES[rule].moments:
             assert ours.state[p]["step"].item() == (5 if CASES[rule].is_adam else 1)
-        for moment in RULES[rule].moments:
-            value = saved["state"][index][moment.name]
-            fmt = STATE_FORMATS[next(iter(ours.formats().values())) if not named else ours.formats()[name]]
-            fmt = STATE_FORMATS["fp32"] if p.dim() < 2 and fmt.scaled else fmt
-            codec = fmt.codec(moment)
-            expected = codec.encode(value, Place(int(ours.state[p]["step"])))
+        moments = RULES[rule].moments
+        kept = STATE_FORMATS[next(iter(ours.formats().values())) if not named else ours.formats()[name]]
+        kept = STATE_FORMATS["fp32"] if p.dim() < 2 and kept.scaled else kept
+        codecs, values = [kept.codec(moment) for moment in moments], [saved["state"][index][m.name] for m in moments]
+        encoded = encode_moments(moments, codecs, values, Place(int(ours.state[p]["step"]))) if moments else ()
+        for moment, codec, expected in zip(moments, codecs, encoded, strict=True):
             for part, tensor in zip(codec.parts(tuple(p.shape)), expected, strict=True):
                 assert torch.equal(ours.state[p][moment.name + part.suffix], tensor)
 

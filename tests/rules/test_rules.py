@@ -129,3 +129,12 @@ def test_amsgrad_never_forgets_the_largest() -> None:
     largest = [b for _, b in seen]
     assert largest == sorted(largest)
     assert largest[-1] == max(a for a, _ in seen) > 1.5 * seen[-1][0]
+
+
+def test_a_unit_is_a_moment_of_the_same_rule_that_is_never_negative() -> None:
+    for rule in RULES.values():
+        by_name = {moment.name: moment for moment in rule.moments}
+        for moment in rule.moments:
+            assert not moment.unit or not (by_name[moment.unit].signed or by_name[moment.unit].unit)
+    assert [m.unit for m in RULES["adamw_amsgrad"].moments] == ["exp_avg_sq", "", ""]
+    assert not any(m.unit for name in ("lion", "lars", "sgd_momentum") for m in RULES[name].moments)

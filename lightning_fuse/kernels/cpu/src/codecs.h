@@ -69,33 +69,78 @@ inline float largest_magnitude(const float* x, int count) {
     return float_of(static_cast<uint32_t>(largest));
 }
 
+// Mantissas of 2^(k/16), rounded to float32; the last one carries into the exponent. Every second is one of 2^(k/8).
+constexpr uint32_t kMantissas[17] = {
+    0x000000, 0x05AAC3, 0x0B95C2, 0x11C3D3, 0x1837F0, 0x1EF532, 0x25FED7, 0x2D583F, 0x3504F3,
+    0x3D08A4, 0x45672A, 0x4E248C, 0x5744FD, 0x60CCDF, 0x6AC0C7, 0x75257D, 0x800000};
+constexpr int kWideLevels = 80;
+constexpr int32_t kLevelOfOne = 16 * 127;
+
 // The smallest float32 on the grid 2^(k/8) that is not below x; 0 for 0.
 inline float grid_ceil(float x) {
-    // Mantissas of 2^(k/8), rounded to float32; the last one carries into the exponent.
-    constexpr uint32_t grid[9] = {0x000000, 0x0B95C2, 0x1837F0, 0x25FED7, 0x3504F3, 0x45672A, 0x5744FD, 0x6AC0C7, 0x800000};
     const uint32_t bits = bits_of(x), mantissa = bits & 0x7FFFFFu;
     int steps = 0;
-    for (int k = 0; k < 8; ++k) steps += mantissa > grid[k];
-    return x > 0.0f ? float_of((bits & 0x7F800000u) + grid[steps]) : 0.0f;
+    for (int k = 0; k < 8; ++k) steps += mantissa > kMantissas[2 * k];
+    return x > 0.0f ? float_of((bits & 0x7F800000u) + kMantissas[2 * steps]) : 0.0f;
+}
+
+// The level of a given number, 2^(number / 16 - 127).
+inline float level(int32_t number) {
+    return float_of((static_cast<uint32_t>(number >> 4) << 23) + kMantissas[number & 15]);
+}
+
+// The number of the level that is the square of a scale on the grid 2^(k/8).
+inline int32_t top_level(float scale) {
+    const uint32_t bits = bits_of(scale) & 0x7FFFFFFFu, mantissa = bits & 0x7FFFFFu;
+    int32_t eighths = 0;
+    for (int k = 1; k < 8; ++k) eighths += mantissa >= kMantissas[2 * k];
+    return (static_cast<int32_t>(bits >> 23) - 127) * 32 + eighths * 4 + kLevelOfOne;
+}
+
+// Whether more than half of what is not zero in a block lies below 1/32 of its top level.
+inline bool is_wide(const float* __restrict roots, int count, float scale) {
+    const int32_t limit = static_cast<int32_t>(bits_of(level(top_level(scale) - kWideLevels)));
+    int32_t balance = 0;
+    for (int i = 0; i < count; ++i) {
+        const int32_t root = static_cast<int32_t>(bits_of(roots[i]));
+        const int32_t side = root < limit ? 1 : -1;
+        balance += root > 0 ? side : 0;
+    }
+    return scale > 0.0f && balance > 0;
 }
 
 // One code. What is truncated is never negative, so truncating is rounding down.
 
-inline int8_t signed_code(float value, float per_unit, uint32_t word) {
-    const float root = std::sqrt(float_of(finite_magnitude(value)));
-    int32_t code = static_cast<int32_t>(root * per_unit + dither_fraction(word));
+// `root` is the square root of the value's magnitude, with the value's sign.
+inline int8_t signed_code(float root, float per_unit, uint32_t word) {
+    int32_t code = static_cast<int32_t>(std::fabs(root) * per_unit + dither_fraction(word));
     code = code > 127 ? 127 : code;
-    const int32_t sign = static_cast<int32_t>(bits_of(value)) >> 31;
+    const int32_t sign = static_cast<int32_t>(bits_of(root)) >> 31;
     return static_cast<int8_t>((code ^ sign) - sign);
 }
 
-inline uint8_t unsigned_code(float root, float per_unit, uint32_t word) {
-    int32_t code = static_cast<int32_t>(root * per_unit + dither_fraction(word));
+inline int32_t unsigned_code(float fourth, float per_unit, uint32_t word) {
+    int32_t code = static_cast<int32_t>(fourth * per_unit + dither_fraction(word));
     code = code > 255 ? 255 : code;
     // A value > 0 never becomes code 0: 1 for every positive float, 0 for zero, as an integer that vectorises.
-    const int32_t least = static_cast<int32_t>((bits_of(root) + 0x7FFFFFFFu) >> 31);
-    return static_cast<uint8_t>(code < least ? least : code);
+    const int32_t least = static_cast<int32_t>((bits_of(fourth) + 0x7FFFFFFFu) >> 31);
+    return code < least ? least : code;
 }
+
+// A code of a wide block: the level below, and how far it is to the next one.
+inline uint8_t level_code(float root, int32_t top, uint32_t word) {
+    const uint32_t bits = bits_of(root), mantissa = bits & 0x7FFFFFu;
+    int below = 0;
+    for (int k = 1; k < 16; ++k) below += mantissa >= kMantissas[k];
+    const float rest = static_cast<float>(static_cast<int32_t>(mantissa - kMantissas[below]));
+    const float gap = static_cast<float>(static_cast<int32_t>(kMantissas[below + 1] - kMantissas[below]));
+    const int32_t number = static_cast<int32_t>(bits >> 23) * 16 + below + static_cast<int32_t>(rest / gap + dither_fraction(word));
+    int32_t code = number - top + 255;
+    code = code > 255 ? 255 : code < 1 ? 1 : code;
+    return static_cast<uint8_t>(root > 0.0f ? code : 0);
+}
+
+inline float level_of_code(uint8_t code, int32_t top) { return code ? level(code - 255 + top) : 0.0f; }
 
 // One block each. `word` is the dither word of the block's first element.
 
@@ -106,80 +151,85 @@ inline void decode_signed(const int8_t* __restrict codes, float* __restrict valu
     }
 }
 
-inline void decode_unsigned(const uint8_t* __restrict codes, float* __restrict values, int count, float unit) {
+// Square roots of what the codes stand for.
+inline void decode_roots(const uint8_t* __restrict codes, float* __restrict roots, int count, float scale) {
+    if (bits_of(scale) >> 31) {
+        const int32_t top = top_level(scale);
+        for (int i = 0; i < count; ++i) roots[i] = level_of_code(codes[i], top);
+        return;
+    }
+    const float unit = scale / 255.0f;
     for (int i = 0; i < count; ++i) {
         const float x = static_cast<float>(codes[i]) * unit;
-        const float square = x * x;
-        values[i] = square * square;
+        roots[i] = x * x;
     }
 }
 
 inline void encode_signed(
     const float* __restrict values, int8_t* __restrict codes, int count, float per_unit, uint32_t word) {
     for (int i = 0; i < count; ++i) {
-        codes[i] = signed_code(values[i], per_unit, word + static_cast<uint32_t>(i) * kIndexStride);
+        const float root = std::copysign(std::sqrt(float_of(finite_magnitude(values[i]))), values[i]);
+        codes[i] = signed_code(root, per_unit, word + static_cast<uint32_t>(i) * kIndexStride);
     }
 }
 
-inline void encode_unsigned(
-    const float* __restrict values, uint8_t* __restrict codes, int count, float per_unit, uint32_t word) {
+// From roots, all of them finite; returns the scale to store.
+inline float encode_roots(const float* __restrict roots, uint8_t* __restrict codes, int count, float scale, uint32_t word) {
+    if (is_wide(roots, count, scale)) {
+        const int32_t top = top_level(scale);
+        for (int i = 0; i < count; ++i) {
+            codes[i] = level_code(roots[i], top, word + static_cast<uint32_t>(i) * kIndexStride);
+        }
+        return -scale;
+    }
+    const float per_unit = scale > 0.0f ? 255.0f / scale : 0.0f;
     for (int i = 0; i < count; ++i) {
-        const float root = std::sqrt(std::sqrt(float_of(finite_magnitude(values[i]))));
-        codes[i] = unsigned_code(root, per_unit, word + static_cast<uint32_t>(i) * kIndexStride);
+        const uint32_t here = word + static_cast<uint32_t>(i) * kIndexStride;
+        codes[i] = static_cast<uint8_t>(unsigned_code(std::sqrt(roots[i]), per_unit, here));
     }
+    return scale;
 }
 
-// The int8 codecs of one tile, generic over signedness: Signed for first moments, Unsigned for second ones.
+inline float signed_unit(float scale) { return std::sqrt(scale) / 127.0f; }
+inline float per_signed_unit(float scale) { return scale > 0.0f ? 127.0f / std::sqrt(scale) : 0.0f; }
 
-struct Signed {
-    using Code = int8_t;
-    static constexpr uint32_t kPhase = kPhaseSigned;
-    static float unit(float scale) { return std::sqrt(scale) / 127.0f; }
-    static float scale(float largest) { return largest; }
-    static float per_unit(float scale) { return scale > 0.0f ? 127.0f / std::sqrt(scale) : 0.0f; }
-    static void decode(const Code* codes, float* values, int n, float unit) { decode_signed(codes, values, n, unit); }
-    static void encode(const float* values, Code* codes, int n, float per_unit, uint32_t word) {
-        encode_signed(values, codes, n, per_unit, word);
-    }
-};
+// The int8 codecs of one tile.
 
-struct Unsigned {
-    using Code = uint8_t;
-    static constexpr uint32_t kPhase = kPhaseUnsigned;
-    static float unit(float scale) { return scale / 255.0f; }
-    // The root of the largest value is the largest root: a correctly rounded root never changes the order.
-    static float scale(float largest) { return grid_ceil(std::sqrt(std::sqrt(largest))); }
-    static float per_unit(float scale) { return scale > 0.0f ? 255.0f / scale : 0.0f; }
-    static void decode(const Code* codes, float* values, int n, float unit) { decode_unsigned(codes, values, n, unit); }
-    static void encode(const float* values, Code* codes, int n, float per_unit, uint32_t word) {
-        encode_unsigned(values, codes, n, per_unit, word);
-    }
-};
-
-template <class Kind>
-void open_int8(const Moment& moment, const Span& span, float* values) {
+inline void open_signed(const Moment& moment, const Span& span, float* values) {
     const float* scale = moment.scale + first_scale(span);
-    const auto* codes = static_cast<const typename Kind::Code*>(moment.data) + span.begin;
-    each_block(span, [=](int first, int length, int number) {
-        Kind::decode(codes + first, values + first, length, Kind::unit(scale[number]));
+    const int8_t* codes = static_cast<const int8_t*>(moment.data) + span.begin;
+    each_block(span, [=](int at, int length, int b) {
+        decode_signed(codes + at, values + at, length, signed_unit(scale[b]));
     });
 }
 
-template <class Kind>
-void close_int8(const Moment& moment, const Span& span, const float* values) {
+inline void close_signed(const Moment& moment, const Span& span, const float* values) {
     float* scale = moment.scale + first_scale(span);
-    auto* codes = static_cast<typename Kind::Code*>(moment.data) + span.begin;
-    float per_unit[kTile];
-    const int blocks = each_block(
-        span, [=](int first, int length, int number) { scale[number] = largest_magnitude(values + first, length); });
-    for (int b = 0; b < blocks; ++b) {
-        scale[b] = Kind::scale(scale[b]);
-        per_unit[b] = Kind::per_unit(scale[b]);
-    }
-    const uint32_t word = first_word(span.index, span.step, Kind::kPhase);
-    each_block(span, [=, &per_unit](int first, int length, int number) {
-        const uint32_t here = word + static_cast<uint32_t>(first) * kIndexStride;
-        Kind::encode(values + first, codes + first, length, per_unit[number], here);
+    int8_t* codes = static_cast<int8_t*>(moment.data) + span.begin;
+    const uint32_t word = first_word(span.index, span.step, kPhaseSigned);
+    each_block(span, [=](int at, int length, int b) {
+        scale[b] = largest_magnitude(values + at, length);
+        const uint32_t here = word + static_cast<uint32_t>(at) * kIndexStride;
+        encode_signed(values + at, codes + at, length, per_signed_unit(scale[b]), here);
+    });
+}
+
+inline void open_roots(const Moment& moment, const Span& span, float* roots) {
+    const float* scale = moment.scale + first_scale(span);
+    const uint8_t* codes = static_cast<const uint8_t*>(moment.data) + span.begin;
+    each_block(span, [=](int at, int length, int b) { decode_roots(codes + at, roots + at, length, scale[b]); });
+}
+
+inline void close_unsigned(const Moment& moment, const Span& span, const float* values) {
+    float* scale = moment.scale + first_scale(span);
+    uint8_t* codes = static_cast<uint8_t*>(moment.data) + span.begin;
+    const uint32_t word = first_word(span.index, span.step, kPhaseUnsigned);
+    each_block(span, [=](int at, int length, int b) {
+        float roots[kBlock];
+        for (int i = 0; i < length; ++i) roots[i] = std::sqrt(float_of(finite_magnitude(values[at + i])));
+        // The root of the largest value is the largest root: a correctly rounded root never changes the order.
+        const float largest = grid_ceil(std::sqrt(largest_magnitude(roots, length)));
+        scale[b] = encode_roots(roots, codes + at, length, largest, word + static_cast<uint32_t>(at) * kIndexStride);
     });
 }
 
@@ -195,10 +245,11 @@ inline float* open_moment(const Moment& moment, const Span& span, float* buffer)
             break;
         }
         case Codec::kInt8Signed:
-            open_int8<Signed>(moment, span, buffer);
+            open_signed(moment, span, buffer);
             break;
         case Codec::kInt8Unsigned:
-            open_int8<Unsigned>(moment, span, buffer);
+            open_roots(moment, span, buffer);
+            for (int i = 0; i < span.count; ++i) buffer[i] = buffer[i] * buffer[i];
             break;
     }
     return buffer;
@@ -222,12 +273,28 @@ inline void close_moment(const Moment& moment, const Span& span, const float* va
             break;
         }
         case Codec::kInt8Signed:
-            close_int8<Signed>(moment, span, values);
+            close_signed(moment, span, values);
             break;
         case Codec::kInt8Unsigned:
-            close_int8<Unsigned>(moment, span, values);
+            close_unsigned(moment, span, values);
             break;
     }
+}
+
+// Square roots of what a moment is kept as; 0 where they are not finite.
+inline void open_unit(const Moment& moment, const Span& span, float* roots) {
+    if (moment.codec == Codec::kInt8Unsigned) return open_roots(moment, span, roots);
+    const float* values = open_moment(moment, span, roots);
+    for (int i = 0; i < span.count; ++i) roots[i] = float_of(finite_magnitude(std::sqrt(values[i])));
+}
+
+// From a moment relative to its unit to the moment, and back; a quotient that is not finite is kept as a zero.
+inline void from_units(const float* __restrict roots, float* __restrict values, int count) {
+    for (int i = 0; i < count; ++i) values[i] = values[i] * roots[i];
+}
+
+inline void to_units(const float* __restrict roots, float* __restrict values, int count) {
+    for (int i = 0; i < count; ++i) values[i] = values[i] / roots[i];
 }
 
 }  // namespace

@@ -40,6 +40,7 @@ void update(const Scalars& scalars, int count, float* __restrict p, const float*
 
 struct Variant {
     int moments;
+    bool has_unit;  // whether the root of the second moment is the unit of the first
     void (*update)(const Scalars&, int, float*, const float*, float* const*);
     // For a signed and an unsigned int8 moment at once, or null.
     void (*update_int8)(const Scalars&, const Span&, float*, const float*, const Moment*, float*, float*);
@@ -47,14 +48,14 @@ struct Variant {
 
 // In the order of the enumeration `Rule`.
 constexpr Variant kVariants[] = {
-    {AdamW::kMoments, update<AdamW>, update_int8<AdamW>},
-    {AdamWAmsgrad::kMoments, update<AdamWAmsgrad>, nullptr},
-    {Adam::kMoments, update<Adam>, update_int8<Adam>},
-    {AdamAmsgrad::kMoments, update<AdamAmsgrad>, nullptr},
-    {SGD::kMoments, update<SGD>, nullptr},
-    {SGDMomentum::kMoments, update<SGDMomentum>, nullptr},
-    {SGDNesterov::kMoments, update<SGDNesterov>, nullptr},
-    {Lion::kMoments, update<Lion>, nullptr},
+    {AdamW::kMoments, AdamW::kHasUnit, update<AdamW>, update_int8<AdamW>},
+    {AdamWAmsgrad::kMoments, AdamWAmsgrad::kHasUnit, update<AdamWAmsgrad>, nullptr},
+    {Adam::kMoments, Adam::kHasUnit, update<Adam>, update_int8<Adam>},
+    {AdamAmsgrad::kMoments, AdamAmsgrad::kHasUnit, update<AdamAmsgrad>, nullptr},
+    {SGD::kMoments, SGD::kHasUnit, update<SGD>, nullptr},
+    {SGDMomentum::kMoments, SGDMomentum::kHasUnit, update<SGDMomentum>, nullptr},
+    {SGDNesterov::kMoments, SGDNesterov::kHasUnit, update<SGDNesterov>, nullptr},
+    {Lion::kMoments, Lion::kHasUnit, update<Lion>, nullptr},
 };
 
 // Elements [begin, begin + count), contiguous: where they are, or gathered into `buffer`.
@@ -88,9 +89,20 @@ void step_tile(const Slot& slot, const Gradient& grad, const Scalars& scalars, c
     if (int8) {
         variant.update_int8(scalars, span, weight, g, slot.moments, values[0], values[1]);
     } else {
+        alignas(64) float roots[kTile];
+        const bool relative = variant.has_unit && slot.moments[0].codec == Codec::kInt8Signed;
         for (int k = 0; k < variant.moments; ++k) moments[k] = open_moment(slot.moments[k], span, values[k]);
+        if (relative) {
+            open_unit(slot.moments[1], span, roots);
+            from_units(roots, moments[0], span.count);
+        }
         variant.update(scalars, span.count, weight, g, moments);
-        for (int k = 0; k < variant.moments; ++k) close_moment(slot.moments[k], span, moments[k]);
+        for (int k = variant.moments - 1; k > 0; --k) close_moment(slot.moments[k], span, moments[k]);
+        if (relative) {
+            open_unit(slot.moments[1], span, roots);
+            to_units(roots, moments[0], span.count);
+        }
+        if (variant.moments) close_moment(slot.moments[0], span, moments[0]);
     }
     close_weight(slot, span, weight, param);
     if (slot.layout && slot.dtype == Dtype::kFloat32) {

@@ -26,6 +26,7 @@ inline double power(double base, int64_t exponent) {
 inline float maximum(float a, float b) { return (a > b || a != a) ? a : b; }
 
 struct AdamBase {
+    static constexpr bool kHasUnit = true;
     float beta1, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, inv_sqrt_correction2, decay;
 
     explicit AdamBase(const Scalars& s)
@@ -122,6 +123,7 @@ struct AdamAmsgrad : Adam {
 
 struct SGD {
     static constexpr int kMoments = 0;
+    static constexpr bool kHasUnit = false;
     float lr, weight_decay, momentum, gain;
 
     explicit SGD(const Scalars& s) : lr(s.value[0]), weight_decay(s.value[1]), momentum(s.value[2]), gain(s.value[3]) {}
@@ -164,6 +166,7 @@ struct SGDNesterov : SGD {
 // Reads betas, lr and weight_decay; the sign of a zero is 0, and a NaN stays one.
 struct Lion {
     static constexpr int kMoments = 1;
+    static constexpr bool kHasUnit = false;
     float beta1, one_minus_beta1, beta2, one_minus_beta2, lr, decay;
 
     explicit Lion(const Scalars& s)

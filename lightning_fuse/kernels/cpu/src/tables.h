@@ -6,7 +6,7 @@
 
 namespace lightning_fuse {
 
-constexpr int64_t kAbi = 1;
+constexpr int64_t kAbi = 2;
 constexpr int kMaxMoments = 3;
 
 enum class Rule : int64_t { kAdamW, kAdamWAmsgrad, kAdam, kAdamAmsgrad, kSGD, kSGDMomentum, kSGDNesterov, kLion };
