@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -82,7 +83,7 @@ class BestValue:
             "mode": self.mode,
             "value": self.value,
             "step": self.step,
-            "checkpoint": checkpoint,
+            "checkpoint": None if checkpoint is None else os.path.relpath(checkpoint),
         }
 
     def state_dict(self) -> dict[str, Any]:
