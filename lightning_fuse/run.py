@@ -21,6 +21,7 @@ from hydra.utils import instantiate
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from torch.optim import Optimizer
 
@@ -33,7 +34,15 @@ from lightning_fuse.resume import CONFIG_FOLDER, Start, check_checkpoint, find_s
 
 PARAMETER_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}  # of the others: float32
 # What goes wrong because of what the user asked for, while a run is built.
-USER_ERRORS = (ValueError, TypeError, NotImplementedError, OSError, ImportError, HydraException)
+USER_ERRORS = (
+    ValueError,
+    TypeError,
+    NotImplementedError,
+    OSError,
+    ImportError,
+    HydraException,
+    MisconfigurationException,
+)
 
 
 class Run:
@@ -245,7 +254,10 @@ def _forget_folder(folder: Path) -> None:
 
 @rank_zero_only
 def _say_how_to_go_on(run: Run) -> None:
-    print(f"interrupted; to go on: python train.py resume={run.cfg.run_folder}", file=sys.stderr)
+    if RunFolder(run.cfg.run_folder).newest_checkpoint() is None:
+        print("interrupted before the first checkpoint: start it again", file=sys.stderr)
+    else:
+        print(f"interrupted; to go on: python train.py resume={run.cfg.run_folder}", file=sys.stderr)
 
 
 def _give_up(error: Exception, code: int) -> None:

@@ -133,6 +133,8 @@ class DigitsData(L.LightningDataModule):
         held = _every_nth_of_each_class(labels, validation)
         self.train_set = TensorDataset(images[~held], labels[~held])
         self.validation_set = TensorDataset(images[held], labels[held])
+        if batch_size > len(self.train_set):
+            raise ValueError(f"data.batch_size={batch_size}; there are {len(self.train_set)} images for training")
         self.data_hash = f"sha256:{sha256(images.numpy().tobytes() + labels.numpy().tobytes()).hexdigest()}"
 
     def train_dataloader(self) -> Any:

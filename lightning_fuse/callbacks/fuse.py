@@ -36,7 +36,7 @@ class Fuse(Callback):
             window ("carry").
         max_updates: Stop after so many applied updates; ``Trainer(max_steps=...)`` counts skipped steps, too.
         max_consecutive_skips: Longest run of nonfinite steps; one more raises. None for no limit.
-        min_loss_scale: Floor of the loss scale, in 16-mixed and 16-true.
+        min_loss_scale: Floor of the loss scale, in 16-mixed and 16-true; None for 1, or for a smaller first scale.
         init_loss_scale: First loss scale; None leaves it to the scaler of Lightning's plugin, or 65536.
         growth_interval: Applied steps in a row after which the loss scale grows; None likewise, or 2000.
 
@@ -54,7 +54,7 @@ class Fuse(Callback):
         window: WindowPolicy = "mean",
         max_updates: int | None = None,
         max_consecutive_skips: int | None = 50,
-        min_loss_scale: float = 1.0,
+        min_loss_scale: float | None = None,
         init_loss_scale: float | None = None,
         growth_interval: int | None = None,
     ) -> None:
@@ -69,8 +69,8 @@ class Fuse(Callback):
             "init_scale": init_loss_scale,
             "growth_interval": growth_interval,
         }
-        if max_updates is not None and max_updates < 1:
-            raise ValueError(f"max_updates={max_updates!r}: must be >= 1, or None for no limit")
+        if max_updates is not None and (not isinstance(max_updates, int) or max_updates < 1):
+            raise ValueError(f"max_updates={max_updates!r}: must be a whole number >= 1, or None for no limit")
         self._max_updates = max_updates
         StepContract(**self._policy)  # refuses what is unknown now, not at the first fit
 
@@ -92,9 +92,10 @@ class Fuse(Callback):
             known = ", ".join(cls.__name__ for cls in WRAPPED)
             raise ValueError(f"Fuse cannot run the step contract under {type(stock).__name__}; possible: {known}")
         loss_scale = loss_scale_for(stock, **self._scale)
-        if loss_scale is None and (self._scale["init_scale"], self._scale["growth_interval"]) != (None, None):
+        if loss_scale is None and any(value is not None for value in self._scale.values()):
             raise ValueError(
-                f"precision {stock.precision} has no loss scale: leave init_loss_scale and growth_interval out"
+                f"precision {stock.precision} has no loss scale: "
+                "leave min_loss_scale, init_loss_scale and growth_interval out"
             )
         contract = StepContract(loss_scale=loss_scale, **self._policy)
         trainer.strategy.precision_plugin = FusePrecision(stock, contract, self.wish)

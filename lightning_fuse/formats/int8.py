@@ -19,17 +19,17 @@ Unsigned (second moment), one uint8 per element, for a block of values v, r = sq
     code = min(255, floor(sqrt(r) * (255 / s) + d))    and never 0 for v > 0
     root = x * x,  v' = root * root    with x = code * (s / 255)
 
-or, in a *wide* block, where more than half of the elements that are not 0 have r < s^2 / 32, logarithmic codes, on the
-levels L(n) = 2^(n/16), with L(n) <= r < L(n + 1) and L(top) = s^2::
+or, in a *wide* block, where at least an eighth of the elements that are not 0 have r < s^2 / 64, logarithmic codes, on
+the levels L(n) = 2^(n/16), with L(n) <= r < L(n + 1) and L(top) = s^2::
 
     -s                                           stored: the sign bit is the kind
     code = n + floor((r - L(n)) / (L(n + 1) - L(n)) + d) - top + 255    clamped to [1, 255], and 0 for v = 0
     root = L(code - 255 + top),  v' = root * root
 
 s^2 is itself a level, so a change of scale moves codes by whole numbers and rounds nothing anew. Levels are put
-together from exponent bits and a table of 16 mantissas, and n is read off the bits of r: no logarithm is computed. 1/32
-is where a step of the fourth root becomes coarser than a level; being a count, the decision depends on no order of
-summation, and as the median is far from the border in most blocks, the kind stands still, too.
+together from exponent bits and a table of 16 mantissas, and n is read off the bits of r: no logarithm is computed.
+Below 1/64 a step of the fourth root is coarser than a level. Being a count, the decision depends on no order of
+summation, and as ordinary blocks are far from the border, the kind stands still, too.
 
 Every bracket without a tensor of values is computed once per block. Scales have no floor and all operations scale
 exactly with powers of two: multiplying all gradients by a power of four changes no code. A block of zeros has scale 0.
@@ -60,9 +60,10 @@ from lightning_fuse.rules.rule import divide, sqrt
 
 BLOCK = 128  # elements per scale
 
-# A block is wide where more than half of it lies this many levels below the top: from there on a step of the fourth
-# root (code 45 of 255: 46^2 / 45^2 = 1.045) is coarser than a level (2^(1/16) = 1.044).
-WIDE_LEVELS = 80
+# A block is wide where one in WIDE_SHARE lies this many levels below the top: there a step of the fourth root (code 32
+# of 255: 33^2 / 32^2 = 1.063) is coarser than a level (2^(1/16) = 1.044).
+WIDE_LEVELS = 96
+WIDE_SHARE = 8
 
 # Mantissa bits of 2^(k/16), k = 0..16, rounded to float32; 2^(16/16) carries into the exponent.
 _LEVELS = tuple(int((2.0 ** (k / 16) - 1.0) * 2.0**23 + 0.5) for k in range(17))
@@ -145,7 +146,7 @@ class Int8Unsigned(Codec):
 
 
 def _is_wide(roots: Tensor, top: Tensor) -> Tensor:
-    """Whether more than half of what is not zero in a block lies below 1/32 of its top level; a count has no order.
+    """Whether an eighth of what is not zero in a block lies below 1/64 of its top level; a count has no order.
 
     Args:
         roots: float32, [..., 128].
@@ -155,7 +156,7 @@ def _is_wide(roots: Tensor, top: Tensor) -> Tensor:
         bool, [...].
     """
     small = (roots < level(top - WIDE_LEVELS).unsqueeze(-1)) & (roots > 0)
-    return 2 * small.sum(dim=-1) > (roots > 0).sum(dim=-1)
+    return WIDE_SHARE * small.sum(dim=-1) >= (roots > 0).sum(dim=-1).clamp(min=1)
 
 
 def _level_codes(roots: Tensor, top: Tensor, dither: Tensor) -> Tensor:

@@ -13,10 +13,11 @@ from lightning.pytorch.core.optimizer import _MockOptimizer
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from lightning_fuse.kernels import check_kernel_name
 from lightning_fuse.optim import FusedAdam, FusedAdamW, FusedLAMB, FusedLARS, FusedLion, FusedOptimizer, FusedSGD
 from lightning_fuse.optim.fused import parameter_names
 from lightning_fuse.optim.groups import check_patterns
-from lightning_fuse.optim.selection import StateSpec
+from lightning_fuse.optim.selection import Selection, StateSpec
 from lightning_fuse.optim.settings import EXECUTION_KEYS
 from lightning_fuse.registry import unknown_name
 
@@ -70,6 +71,10 @@ class Wish:
             raise ValueError(
                 f'{given} has no effect with optimizer=None, which keeps your optimizer; use optimizer="auto"'
             )
+
+        # Unknown words are refused now, not at the first fit.
+        Selection("fp32" if self.state is None else self.state, self.master or "none")
+        check_kernel_name(self.kernel or "auto")
 
     def choices(self) -> dict[str, Any]:
         """The settings that were given, by name."""

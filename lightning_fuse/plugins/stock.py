@@ -37,12 +37,12 @@ def stock_precision(word: str, device: str) -> Precision:
     raise ValueError(unknown_name("precision", word, PRECISIONS))
 
 
-def loss_scale_for(plugin: Precision, floor: float = 1.0, **settings: Any) -> LossScale | None:
+def loss_scale_for(plugin: Precision, floor: float | None = None, **settings: Any) -> LossScale | None:
     """The loss scale that a precision needs: float16, mixed or true, and no other.
 
     Args:
         plugin: A stock plugin; a scaler of its own gives settings and state.
-        floor: The smallest loss scale.
+        floor: The smallest loss scale; None for 1, or the first scale where that is smaller.
         **settings: ``init_scale`` and ``growth_interval`` override the scaler's; None does not.
 
     Returns:
@@ -53,5 +53,5 @@ def loss_scale_for(plugin: Precision, floor: float = 1.0, **settings: Any) -> Lo
         return None
     chosen = {key: value for key, value in settings.items() if value is not None}
     if scaler is None:
-        return LossScale(floor=floor, **chosen)
+        return LossScale(floor=1.0 if floor is None else floor, **chosen)
     return LossScale.from_grad_scaler(scaler, floor, **chosen)

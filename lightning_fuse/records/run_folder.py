@@ -171,8 +171,8 @@ def _saved_step(archive: Path) -> int | None:
     try:
         with zipfile.ZipFile(archive) as members:
             name = next((name for name in members.namelist() if name.endswith("data.pkl")), None)
-            if name is None:
-                return None
+            if name is None or members.testzip() is not None:
+                return None  # no checkpoint of torch's, or a member whose checksum is wrong
             seen = False
             for opcode, argument, _ in pickletools.genops(members.read(name)):
                 if seen and opcode.name in INTEGER_OPCODES:

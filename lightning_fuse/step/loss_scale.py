@@ -58,12 +58,12 @@ class LossScale:
         self._growth_tracker = torch.tensor(0, dtype=torch.int32)
 
     @classmethod
-    def from_grad_scaler(cls, scaler: torch.amp.GradScaler, floor: float = 1.0, **settings: Any) -> LossScale:
+    def from_grad_scaler(cls, scaler: torch.amp.GradScaler, floor: float | None = None, **settings: Any) -> LossScale:
         """Takes over the settings and the state of a torch GradScaler.
 
         Args:
             scaler: The scaler; not changed.
-            floor: See the class; lowered to the scale where that is smaller.
+            floor: See the class; None for 1, or the scale where that is smaller.
             **settings: Arguments of the class that win over the scaler's.
 
         Returns:
@@ -76,7 +76,7 @@ class LossScale:
             "growth_interval": scaler.get_growth_interval(),
             **settings,
         }
-        made = cls(**arguments, floor=min(floor, arguments["init_scale"]))
+        made = cls(**arguments, floor=min(1.0, arguments["init_scale"]) if floor is None else floor)
         made._growth_tracker.fill_(scaler._get_growth_tracker())
         return made
 

@@ -153,19 +153,19 @@ def test_levels_are_sixteenths_of_an_octave() -> None:
     assert (off.abs() < 4 * U).all()
 
 
-@pytest.mark.parametrize(("small", "wide"), [(0, False), (64, False), (65, True), (127, True)])
-def test_a_block_is_wide_where_most_of_it_is_far_below_its_top(small: int, wide: bool) -> None:
+@pytest.mark.parametrize(("small", "wide"), [(0, False), (15, False), (16, True), (127, True)])
+def test_a_block_is_wide_where_an_eighth_of_it_is_far_below_its_top(small: int, wide: bool) -> None:
     values = wide_values(small)
     scale = UNSIGNED.encode(values, Place(1))[1]
     assert scale.abs() == 1.0
     assert bool(torch.signbit(scale)) == wide
     # What is zero has no say; neither have the other block, the step and the padding of a short block.
     half = torch.cat([values[:, :1], values[:, 1 : 1 + small]], dim=1)
-    assert bool(torch.signbit(UNSIGNED.encode(half, Place(9))[1])) == (small > 1)
+    assert bool(torch.signbit(UNSIGNED.encode(half, Place(9))[1])) == (small > 0)
 
 
-def test_the_border_of_small_is_the_32nd_part_of_the_top_level() -> None:
-    for ratio, wide in ((1 / 32, False), (1 / 32 * (1 - 2 * U), True)):
+def test_the_border_of_small_is_the_64th_part_of_the_top_level() -> None:
+    for ratio, wide in ((1 / 64, False), (1 / 64 * (1 - 2 * U), True)):
         roots = torch.full((1, 128), ratio)
         roots[0, 0] = 1.0
         assert bool(torch.signbit(UNSIGNED.encode(roots * roots, Place(1))[1])) == wide

@@ -73,7 +73,8 @@ inline float largest_magnitude(const float* x, int count) {
 constexpr uint32_t kMantissas[17] = {
     0x000000, 0x05AAC3, 0x0B95C2, 0x11C3D3, 0x1837F0, 0x1EF532, 0x25FED7, 0x2D583F, 0x3504F3,
     0x3D08A4, 0x45672A, 0x4E248C, 0x5744FD, 0x60CCDF, 0x6AC0C7, 0x75257D, 0x800000};
-constexpr int kWideLevels = 80;
+constexpr int kWideLevels = 96;
+constexpr int kWideShare = 8;
 constexpr int32_t kLevelOfOne = 16 * 127;
 
 // The smallest float32 on the grid 2^(k/8) that is not below x; 0 for 0.
@@ -97,16 +98,16 @@ inline int32_t top_level(float scale) {
     return (static_cast<int32_t>(bits >> 23) - 127) * 32 + eighths * 4 + kLevelOfOne;
 }
 
-// Whether more than half of what is not zero in a block lies below 1/32 of its top level.
+// Whether an eighth of what is not zero in a block lies below 1/64 of its top level.
 inline bool is_wide(const float* __restrict roots, int count, float scale) {
     const int32_t limit = static_cast<int32_t>(bits_of(level(top_level(scale) - kWideLevels)));
     int32_t balance = 0;
     for (int i = 0; i < count; ++i) {
         const int32_t root = static_cast<int32_t>(bits_of(roots[i]));
-        const int32_t side = root < limit ? 1 : -1;
+        const int32_t side = root < limit ? kWideShare - 1 : -1;
         balance += root > 0 ? side : 0;
     }
-    return scale > 0.0f && balance > 0;
+    return scale > 0.0f && balance >= 0;
 }
 
 // One code. What is truncated is never negative, so truncating is rounding down.
