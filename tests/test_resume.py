@@ -93,18 +93,25 @@ def test_a_run_killed_twice_ends_as_one_that_was_not(state: str, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("awaited", "every", "words"),
+    [
+        ("checkpoints/last.ckpt", 10, "interrupted; to go on: python train.py resume={folder}\n"),
+        ("steps.jsonl", 1000, "interrupted before the first checkpoint: start it again\n"),
+    ],
+)
+def test_ctrl_c_says_how_to_go_on(awaited: str, every: int, words: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / "train.py"), *LONGER, f"hydra.run.dir={folder}"]
+    command += [f"callbacks.last.every={every}", "trainer.val_check_interval=1000"]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    while not (folder / "steps.jsonl").exists():
+    while not (folder / awaited).exists():
         time.sleep(0.05)
-    time.sleep(0.5)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate()
     assert process.returncode == 130
-    assert errors == f"interrupted; to go on: python train.py resume={folder}\n"
+    assert errors == words.format(folder=folder)
 
 
 def compose_here(folder: Path) -> Any:
