@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
 
@@ -78,3 +80,7 @@ def main(target, devices, state):
 
 if __name__ == "__main__":
     main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    if dist.is_initialized():
+        dist.barrier()
+        sys.stdout.flush()
+        os._exit(0)  # all is written; the process group's threads now and then abort an interpreter that ends with them
