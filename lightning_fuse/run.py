@@ -88,7 +88,12 @@ class Run:
         """
         _write_config(self.cfg, self.start)
         self.trainer.fit(self.module, datamodule=self.data, ckpt_path=self.start.checkpoint, weights_only=True)
-        return {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+        metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            # While all ranks are alive: an interpreter that ends with a process group may abort.
+            torch.distributed.barrier()
+            torch.distributed.destroy_process_group()
+        return metrics
 
 
 def train(cfg: DictConfig, overrides: list[str] | None = None) -> dict[str, float]:
