@@ -154,3 +154,17 @@ def test_a_refusal_before_the_first_step_leaves_no_state() -> None:
     with pytest.raises(ValueError, match="asks for 'int8'"):
         optimizer.load_state_dict(other.state_dict())
     assert len(optimizer.state) == 0
+
+
+def test_an_amsgrad_checkpoint_brings_its_rule_and_all_its_moments() -> None:
+    """amsgrad is a number of the group, so it comes from the checkpoint, and with it the largest second moment."""
+    optimizer, params = stepped()
+    other, there = stepped(FusedAdamW, amsgrad=True)
+    optimizer.load_state_dict(other.state_dict())
+    assert all(group["amsgrad"] for group in optimizer.param_groups)
+    for name, p in params.items():
+        theirs = other.state[there[name]]
+        assert set(optimizer.state[p]) == set(theirs)
+        for key, tensor in theirs.items():
+            assert torch.equal(optimizer.state[p][key], tensor), (name, key)
+        assert optimizer.state[p]["max_exp_avg_sq"].any()
