@@ -143,4 +143,4 @@ def test_traces_of_a_machine_are_seen(text: str) -> None:
 
 
 def test_ordinary_paths_are_no_traces() -> None:
-    assert list(machine_faults("runs/home/x  #!/usr/bin/env bash  path/to/work/x  https://example.org/home/a")) == []
+    assert list(machine_faults("runs/home/x  #!/usr/bin/env bash  path/to/working/x  https://example.org/home/a")) == []

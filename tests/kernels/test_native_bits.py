@@ -45,15 +45,15 @@ def test_twenty_steps(rule: str, seed: int) -> None:
 @pytest.mark.parametrize("threads", [1, 2, 3, 4])
 @pytest.mark.parametrize("state", ["fp32", "bf16", "int8", "int8_bf16"])
 def test_tensors_that_are_cut_into_chunks(state: str, threads: int) -> None:
-    case = PLAIN._replace(state=state, threads=threads, level=twins.library().runnable[-1])
+    case = PLAIN._replace(state=state, threads=threads, level=twins.shared_library().runnable[-1])
     twins.assert_twins(case, steps=2, shapes=[(70, 1999), (140_001,), (3, 50_000)])
 
 
 @pytest.mark.parametrize("values", ["zero", "tiny", "huge"])
-@pytest.mark.parametrize("level", twins.library().runnable if CASES else [])
+@pytest.mark.parametrize("level", twins.shared_library().runnable if CASES else [])
 def test_the_ends_of_the_range(values: str, level: str) -> None:
     scale = {"zero": 0.0, "tiny": 1e-30, "huge": 1e18}[values]
-    twins.library().set_level(level)
+    twins.shared_library().set_level(level)
     try:
         for state, rule in itertools.product(("int8", "bf16"), ("adamw", "sgd_momentum")):
             slots = [twins.make_slot(torch.randn(5, 130), PLAIN._replace(state=state, rule=rule)) for _ in range(2)]
@@ -65,15 +65,15 @@ def test_the_ends_of_the_range(values: str, level: str) -> None:
             other = twins.tensors_of(slots[1])
             assert all(twins.same_bits(t, other[name]) for name, t in twins.tensors_of(slots[0]).items())
     finally:
-        twins.library().set_level(twins.library().runnable[-1])
+        twins.shared_library().set_level(twins.shared_library().runnable[-1])
 
 
-@pytest.mark.parametrize("level", twins.library().runnable if CASES else [])
+@pytest.mark.parametrize("level", twins.shared_library().runnable if CASES else [])
 @pytest.mark.parametrize("state", ["int8", "int8_bf16"])
 def test_blocks_of_both_kinds(level: str, state: str) -> None:
     """Sizes from one order of magnitude to many, gradients that fall and stop: blocks turn wide and narrow again."""
     shapes, kinds = [(5, 300), (3, 7), (2, 128), (40, 1)], set()
-    twins.library().set_level(level)
+    twins.shared_library().set_level(level)
     try:
         for rule in ("adamw", "adam", "adamw_amsgrad", "lion"):
             case = PLAIN._replace(rule=rule, state=state)
@@ -91,14 +91,14 @@ def test_blocks_of_both_kinds(level: str, state: str) -> None:
                     assert all(twins.same_bits(t, other[name]) for name, t in twins.tensors_of(mine).items())
                     kinds |= set(torch.signbit(other.get("exp_avg_sq.1", torch.ones(1))).flatten().tolist())
     finally:
-        twins.library().set_level(twins.library().runnable[-1])
+        twins.shared_library().set_level(twins.shared_library().runnable[-1])
     assert kinds == ({True, False} if state == "int8" else {False})
 
 
-@pytest.mark.parametrize("level", twins.library().runnable if CASES else [])
+@pytest.mark.parametrize("level", twins.shared_library().runnable if CASES else [])
 def test_every_16_bit_pattern_is_read_and_written(level: str) -> None:
     """A small step from all 65,536 patterns of either dtype, and roundings at and beside every tie."""
-    twins.library().set_level(level)
+    twins.shared_library().set_level(level)
     group = {**twins.GROUP, "lr": 1e-3}
     try:
         for dtype in (BF16, F16):
@@ -116,7 +116,7 @@ def test_every_16_bit_pattern_is_read_and_written(level: str) -> None:
             KERNELS["native"].step([Work(slot, torch.zeros(near.shape), still)], None, None)
             assert twins.same_bits(slot.param, MASTERS["fp32"].split(near, dtype, None)[0])
     finally:
-        twins.library().set_level(twins.library().runnable[-1])
+        twins.shared_library().set_level(twins.shared_library().runnable[-1])
 
 
 @pytest.mark.parametrize("master", ["split", "split8"])

@@ -85,7 +85,7 @@ def test_a_machine_without_the_library_says_so_once(monkeypatch: pytest.MonkeyPa
 
 
 def test_levels_are_an_explicit_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = twins.library()
+    library = twins.shared_library()
     assert library.levels[0] == library.runnable[0] == "baseline"
     with pytest.raises(ValueError, match="unknown CPU level 'avx9'; known: baseline"):
         library.set_level("avx9")
@@ -99,8 +99,8 @@ def test_the_sum_is_the_same_at_any_number_of_threads_and_level(dtype: torch.dty
     grads = [torch.randn(s).to(dtype) for s in shapes] + [torch.randn(300, 200).to(dtype).t(), torch.ones(()).expand(9)]
     sums, before = set(), torch.get_num_threads()
     try:
-        for level in twins.library().runnable:
-            twins.library().set_level(level)
+        for level in twins.shared_library().runnable:
+            twins.shared_library().set_level(level)
             for threads in (1, 2, 3, 4):
                 torch.set_num_threads(threads)
                 sums.add(NATIVE.sum_of_squares(grads).item())
@@ -124,8 +124,8 @@ def test_the_sum_is_finite_exactly_when_all_gradients_are(bad: float) -> None:
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_all_lanes_are_equal(dtype: torch.dtype) -> None:
     """Case 33: a constant gradient moves every element of every length alike."""
-    for level in twins.library().runnable:
-        twins.library().set_level(level)
+    for level in twins.shared_library().runnable:
+        twins.shared_library().set_level(level)
         for rule in ("sgd", "sgd_momentum", "adamw"):
             for n in range(1, 4 * 32 + 4):
                 slot = twins.make_slot(torch.ones(n), PLAIN._replace(rule=rule, dtype=dtype))

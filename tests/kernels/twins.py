@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_fuse.formats import MASTERS, STATE_FORMATS
 from lightning_fuse.kernels import KERNELS, Slot, StoredMoment, Work
-from lightning_fuse.kernels.cpu.library import Library, load
+from lightning_fuse.kernels.cpu.shared_library import Library, load
 from lightning_fuse.kernels.cpu.tables import RULE_IDS
 from lightning_fuse.rules import RULES
 
@@ -61,7 +61,7 @@ class Case(NamedTuple):
     threads: int
 
 
-def library() -> Library:
+def shared_library() -> Library:
     """The library, which this test suite needs."""
     found = load()
     assert isinstance(found, Library), found
@@ -78,7 +78,7 @@ def axes() -> dict[str, Sequence[Any]]:
         "grad_dtype": [F32, BF16, F16],
         "layout": list(LAYOUTS),
         "grad_layout": [*LAYOUTS, "expanded"],
-        "level": list(library().runnable),
+        "level": list(shared_library().runnable),
         "threads": [1, 2, 3, 4],
     }
 
@@ -165,7 +165,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def assert_twins(case: Case, steps: int, shapes: Sequence[tuple[int, ...]] = SHAPES) -> None:
     """Steps both kernels over the same tensors and compares all that they hold, after every step."""
-    library().set_level(case.level)
+    shared_library().set_level(case.level)
     native, reference = KERNELS["native"].for_one_optimizer(), KERNELS["reference"]
     values = [torch.randn(shape) for shape in shapes]
     pair = [[make_slot(value, case, 1000 * i) for i, value in enumerate(values)] for _ in range(2)]
@@ -188,5 +188,5 @@ def assert_twins(case: Case, steps: int, shapes: Sequence[tuple[int, ...]] = SHA
                     assert same_bits(tensor, other[name]), f"{case}: {name} of {mine.name} at step {round_ + 1}"
     finally:
         torch.set_num_threads(before)
-        library().set_level(library().runnable[-1])
+        shared_library().set_level(shared_library().runnable[-1])
     assert addresses == [(slot.param.data_ptr(), slot.param.stride()) for slot in pair[0]]

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_fuse.kernels.cpu.library import Library, load
 from lightning_fuse.kernels.cpu.plan import THREAD_GRAIN, Plan, SumPlan
+from lightning_fuse.kernels.cpu.shared_library import Library, load
 from lightning_fuse.kernels.cpu.tables import CODEC_IDS, DTYPE_IDS, MASTER_IDS, MAX_DIMS, RULE_IDS
 from lightning_fuse.kernels.kernel import Slot, StepKernel, Support, Work
 from lightning_fuse.kernels.reference import ReferenceKernel
