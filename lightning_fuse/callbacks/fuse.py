@@ -11,8 +11,7 @@ from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, P
 from lightning_fuse.optim import FusedOptimizer
 from lightning_fuse.optim.selection import StateSpec
 from lightning_fuse.plugins import AUTO, FusePrecision, Wish, loss_scale_for
-from lightning_fuse.step import StepContract, StepOutcome, WindowPolicy
-from lightning_fuse.step.contract import OnNonfinite
+from lightning_fuse.step import OnNonfinite, StepContract, StepOutcome, WindowPolicy
 
 WRAPPED = (Precision, MixedPrecision, HalfPrecision)
 

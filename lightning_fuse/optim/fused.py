@@ -10,8 +10,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from operator import is_
+from functools import partial
+from itertools import chain, repeat
+from operator import attrgetter, is_
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -27,6 +28,9 @@ from lightning_fuse.optim.regions import Request, allocate
 from lightning_fuse.optim.selection import Selection, StateSpec
 from lightning_fuse.optim.settings import check_gradient, check_parameter, plain_numbers
 from lightning_fuse.rules.rule import UpdateRule
+
+_LAYOUT_AND_DTYPE = attrgetter("layout", "dtype")
+_AS_WORK = partial(tuple.__new__, Work)  # from (slot, grad, numbers): Work(...) runs a Python function for each
 
 Params: TypeAlias = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
@@ -171,13 +175,12 @@ class FusedOptimizer(Optimizer):
         found = [self._gradients(index, group) for index, group in enumerate(self.param_groups)]
         if not any(grad is not None for _, grads in found for grad in grads):
             return
-        lines = self._lined_up([numbers for numbers, _ in found])
-        work = [
-            Work(slot, grad, numbers)
-            for line, (numbers, grads) in zip(lines, found, strict=True)
-            for slot, grad in zip(line.slots, grads, strict=True)
-            if grad is not None
-        ]
+        work: list[Work] = []
+        for line, (numbers, grads) in zip(self._lined_up([numbers for numbers, _ in found]), found, strict=True):
+            parts: Iterable[Any] = zip(line.slots, grads, repeat(numbers))
+            if any(map(is_, grads, repeat(None))):
+                parts = (part for part in parts if part[1] is not None)
+            work += map(_AS_WORK, parts)
         self._choose_kernel().step(work, factor, found_inf)
 
     def state_dict(self) -> dict[str, Any]:
@@ -263,7 +266,7 @@ class FusedOptimizer(Optimizer):
         numbers = plain_numbers(group)
         self._check_group(numbers)
         grads = [p.grad for p in group["params"]]
-        kinds = {(grad.layout, grad.dtype) for grad in grads if grad is not None}
+        kinds = set(map(_LAYOUT_AND_DTYPE, [grad for grad in grads if grad is not None]))
         if any(layout != torch.strided or dtype not in PARAM_DTYPES for layout, dtype in kinds):
             for name, p in zip(parameter_names(group, index), group["params"], strict=True):
                 check_gradient(name, p)

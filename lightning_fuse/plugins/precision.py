@@ -174,7 +174,7 @@ class FusePrecision(Precision):
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Scales the loss."""
-        return super().pre_backward(self.contract.scale(tensor), module)
+        return super().pre_backward(self.contract.scale(tensor, self._window()), module)
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Counts the micro-batch into the open window."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 
 from lightning_fuse.step import StepContract
 
@@ -46,9 +46,8 @@ class LoopWindows:
             loop._accumulated_batches_reached = self._reached  # type: ignore[method-assign]
             loop._should_accumulate = self._should_accumulate  # type: ignore[method-assign]
             inner = loop.automatic_optimization
-            stock_zero_grad = type(inner)._make_zero_grad_fn
-            inner._make_zero_grad_fn = partial(self._zero_grad_fn, stock_zero_grad, inner)  # type: ignore[method-assign]
-        if self._size > 1:
+            inner._make_zero_grad_fn = partial(self._zero_grad_fn, inner)  # type: ignore[method-assign]
+        if max(self._sizes()) > 1:
             stock_check = type(loop)._should_check_val_fx
             loop._should_check_val_fx = partial(self._should_validate, stock_check, loop)  # type: ignore[method-assign]
             for callback in self._trainer.checkpoint_callbacks:
@@ -62,22 +61,33 @@ class LoopWindows:
         Raises:
             ValueError: No window of the run can ever close, so that nothing would be trained.
         """
-        batches, size = self._trainer.num_training_batches, self._size
+        batches, sizes = self._trainer.num_training_batches, self._sizes()
+        size = max(sizes)
         if batches >= size or batches == 0:
             return
         facts = f"accumulate_grad_batches={size}, but an epoch has only {int(batches)} batches"
-        if self._policy == "drop":
+        if self._policy == "drop" and batches < min(sizes):
             raise ValueError(
                 f'{facts}: with window="drop" no step would ever be taken; '
                 f'accumulate at most {int(batches)}, or use window="carry" or "mean"'
             )
-        if self._policy != "carry":
+        if self._policy == "carry":
+            epochs = self._trainer.max_epochs
+            if epochs is not None and 0 <= epochs * batches + self.carried < min(sizes):
+                raise ValueError(
+                    f"{facts} and there are {epochs} epochs: no window would ever be full and no step taken; "
+                    f'accumulate at most {int(epochs * batches)}, train for more epochs, or use window="mean"'
+                )
+        elif self._policy == "drop":
+            rank_zero_warn(f'{facts}: with window="drop" no step is taken in the epochs of that size')
+        else:
             rank_zero_warn(f"{facts}: every window is short (window={self._policy!r})")
 
     def end_epoch(self) -> None:
         """Carries the open window into the next epoch, or drops it, where the policy says so."""
         if self._policy == "carry":
-            self.carried = (self.carried + self._loop.batch_progress.current.ready) % self._size
+            ready, first = self._loop.batch_progress.current.ready, self._first
+            self.carried = (ready - first) % self._size if ready >= first else self.carried + ready
         elif self._policy == "drop":
             self._contract.window.close()
 
@@ -93,16 +103,41 @@ class LoopWindows:
     def _size(self) -> int:
         return self._trainer.accumulate_grad_batches
 
+    @property
+    def _first(self) -> int:
+        """Batches that the epoch's first window wants of it: one at least, also where its size fell below its count."""
+        return max(1, self._size - self.carried)
+
+    def _sizes(self) -> set[int]:
+        """Sizes that windows have now and, by Lightning's scheduler of them, will have."""
+        now, last, found = self._trainer.current_epoch, self._trainer.max_epochs, set()
+        for callback in getattr(self._trainer, "callbacks", ()):
+            if isinstance(callback, GradientAccumulationScheduler):
+                found.add(callback.get_accumulate_grad_batches(now))
+                ahead = (epoch for epoch in callback.epochs if epoch > now and not (last and 0 <= last <= epoch))
+                found.update(map(callback.get_accumulate_grad_batches, ahead))
+        return found or {self._size}
+
     def _reached(self) -> bool:
-        return (self.carried + self._loop.batch_progress.current.ready) % self._size == 0
+        beyond = self._loop.batch_progress.current.ready - self._first
+        return beyond >= 0 and beyond % self._size == 0
 
     def _should_accumulate(self) -> bool:
         # A short last window is no step: it is dropped with the next window's zero_grad, or goes on.
         return not self._reached()
 
-    def _zero_grad_fn(self, stock: Callable[..., Any], inner: Any, batch_idx: int, optimizer: Any) -> Any:
-        # The stock function looks only at whether the number it is given starts a window.
-        return stock(inner, self.carried + batch_idx, optimizer)
+    def _zero_grad_fn(self, inner: Any, batch_idx: int, optimizer: Any) -> Callable[[], None] | None:
+        """Clears gradients where a window begins, which the loop would only look for inside an epoch."""
+        before = batch_idx - self._first  # batches of this epoch that came after its first closing
+        begins = (batch_idx == 0 and self.carried == 0) or (before >= 0 and before % self._size == 0)
+        if not begins or inner._skip_backward:
+            return None
+
+        def clear() -> None:
+            inner._on_before_zero_grad(optimizer)
+            inner._optimizer_zero_grad(batch_idx, optimizer)
+
+        return clear
 
     def _should_validate(self, stock: Callable[..., bool], loop: Any, data_fetcher: Any) -> bool:
         """Validates where a window has closed: at once, or at the end of the window in which validation fell due."""
@@ -121,6 +156,8 @@ class LoopWindows:
     def _interval_in_windows(self) -> int | None:
         """Steps between validations, where they are counted over epochs: batches there are shares of full windows."""
         trainer: Any = self._trainer
+        if len(self._sizes()) > 1:
+            return None  # steps are no measure of batches then
         if trainer.check_val_every_n_epoch is not None or trainer._val_check_time_interval is not None:
             return None
         batches = trainer.val_check_batch

@@ -22,27 +22,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from time import perf_counter
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fuse.optim.fused import FusedOptimizer
-from lightning_fuse.registry import unknown_name
-from lightning_fuse.step.counters import RunCounters, too_many_skips
+from lightning_fuse.step.counters import RunCounters
 from lightning_fuse.step.looks import Look, Looks, one
 from lightning_fuse.step.loss_scale import LossScale
 from lightning_fuse.step.outcome import Reason, StepOutcome
+from lightning_fuse.step.policy import OnNonfinite, SkipPolicy
 from lightning_fuse.step.report import StepReport
-from lightning_fuse.step.verdict import check_max_norm, first_nonfinite, gradients, judge, unwrapped
+from lightning_fuse.step.verdict import check_max_norm, gradients, judge, unwrapped
 from lightning_fuse.step.window import AccumulationWindow, WindowPolicy
-
-OnNonfinite = Literal["skip", "raise", "step"]
-
-
-class NonFiniteGradientError(RuntimeError):
-    """A gradient is infinite or NaN and the policy is to stop; raised before anything is written."""
 
 
 class StepContract:
@@ -58,6 +52,7 @@ class StepContract:
 
     Attributes:
         last: The outcome of the last step that was settled.
+        policy: What becomes of gradients that are not finite.
         last_step_ms: Host time of the last optimizer step, verdict included, in milliseconds.
         names: Names of parameters, for messages about optimizers that were given none.
 
@@ -74,13 +69,9 @@ class StepContract:
         max_consecutive_skips: int | None = 50,
         deferred: bool | None = None,
     ) -> None:
-        if on_nonfinite not in get_args(OnNonfinite):
-            raise ValueError(unknown_name("on_nonfinite", on_nonfinite, get_args(OnNonfinite)))
-        if max_consecutive_skips is not None and max_consecutive_skips < 1:
-            raise ValueError(f"max_consecutive_skips={max_consecutive_skips!r}: must be >= 1, or None for no limit")
-        self.loss_scale, self.on_nonfinite = loss_scale, on_nonfinite
+        self.loss_scale = loss_scale
+        self.policy = SkipPolicy(on_nonfinite, max_consecutive_skips)
         self.window = AccumulationWindow(window)
-        self.max_consecutive_skips = max_consecutive_skips
         self.deferred = deferred
         self.last: StepOutcome | None = None
         self.last_step_ms: float | None = None
@@ -113,16 +104,18 @@ class StepContract:
         """Steps that have ended and whose outcome nobody has read yet; always 0 on a CPU."""
         return len(self._sealed)
 
-    def scale(self, loss: Tensor) -> Tensor:
+    def scale(self, loss: Tensor, window: int | None = None) -> Tensor:
         """The loss to call ``backward`` on.
 
         Args:
             loss: A scalar, any floating dtype.
+            window: Micro-batches of a full window as of now, of which the loss carries its share, where that number
+                may change while a window is open.
 
         Returns:
             The loss times the loss scale and the micro-batch's weight, where there are any.
         """
-        share = self.window.share(loss.device)
+        share = self.window.share(loss.device, window)
         weighted = loss if share == 1.0 else loss * share
         return weighted if self.loss_scale is None else self.loss_scale.scale(weighted)
 
@@ -314,10 +307,10 @@ class StepContract:
             now = verdict.clip_coef(clip_norm)
             factor = factor * now
             coef = now if coef is None else coef * now
-        skip_on, skipped = (None if self.on_nonfinite == "step" else found_inf), False
+        skip_on, skipped = (None if self.policy.on_nonfinite == "step" else found_inf), False
         if not self._may_defer(found_inf.device, optimizer):
             if bool(found_inf):
-                self._check_policy(optimizer, index, where)
+                self._refuse(optimizer, index, where)
             # Known now: hooks around the optimizer's step run for applied updates only.
             skipped, skip_on = skip_on is not None and bool(found_inf), None
         self._overflow = found_inf if self._overflow is None else torch.maximum(self._overflow, found_inf)
@@ -340,7 +333,7 @@ class StepContract:
     def _may_defer(self, device: torch.device, optimizer: Optimizer) -> bool:
         """Whether a step can be launched without knowing what it will do."""
         wanted = device.type == "cuda" if self.deferred is None else self.deferred
-        return wanted and self.on_nonfinite != "raise" and isinstance(optimizer, FusedOptimizer)
+        return wanted and self.policy.on_nonfinite != "raise" and isinstance(optimizer, FusedOptimizer)
 
     def _is_deferred(self, report: StepReport) -> bool:
         if self.deferred is not None or report.verdict is None:
@@ -365,36 +358,15 @@ class StepContract:
         """Counts a step, now that it is known what it did."""
         numbers = report.read()
         reason: Reason = report.reason or ("nonfinite" if numbers.bad else "ok")
-        applied = reason == "ok" or (reason == "nonfinite" and self.on_nonfinite == "step")
+        applied = self.policy.applies(reason)
         self.counters.count(reason, applied, report.optimizer, report.where)
-        limit, streak = self.max_consecutive_skips, self.counters.streak(report.optimizer)
-        if limit is not None and streak.length > limit:
-            raise NonFiniteGradientError(too_many_skips(streak, limit))
-        return StepOutcome(
-            global_step=self.counters.global_step,
-            update=self.counters.updates,
-            applied=applied,
-            reason=reason,
-            grad_norm=numbers.grad_norm,
-            clip_coef=numbers.clip_coef,
-            loss_scale_before=numbers.loss_scale_before,
-            loss_scale_after=numbers.loss_scale_after,
-            window_size=report.window_size,
-            optimizer=report.optimizer,
-        )
+        self.policy.check(self.counters.streak(report.optimizer))
+        return report.outcome(numbers, reason, applied, self.counters)
 
-    def _check_policy(self, optimizer: Optimizer, index: int, where: str) -> None:
+    def _refuse(self, optimizer: Optimizer, index: int, where: str) -> None:
         """Raises where the policy or the limit on skips says so, before anything is written."""
-        limit, streak = self.max_consecutive_skips, self.counters.streak(index)
-        if self.on_nonfinite == "raise":
-            offender = first_nonfinite(optimizer, self.names)
+        where_now = where or f"step {self.counters.global_step + 1}"
+        error = self.policy.refusal(optimizer, self.counters.streak(index), where_now, self.names)
+        if error is not None:
             self.abandon()
-            raise NonFiniteGradientError(
-                f"a gradient is not finite{f' at {where}' if where else ''}: first in {offender}; "
-                'nothing was written. Use on_nonfinite="skip" to leave such steps out'
-            )
-        if self.on_nonfinite == "skip" and limit is not None and streak.length >= limit:
-            offender = first_nonfinite(optimizer, self.names)
-            self.abandon()
-            longer = streak.with_one(where or f"step {self.counters.global_step + 1}")
-            raise NonFiniteGradientError(too_many_skips(longer, limit, offender))
+            raise error

@@ -6,12 +6,14 @@ when the next step is about to be launched: by then the device has long computed
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from lightning_fuse.step.outcome import Reason
+from lightning_fuse.step.counters import RunCounters
+from lightning_fuse.step.outcome import Reason, StepOutcome
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class StepReport:
     reason: Reason | None
     verdict: tuple[Tensor, Tensor, Tensor] | None
     scale_before: Tensor | None
-    _numbers: Tensor | None = field(default=None, repr=False)
+    _numbers: Sequence[Tensor] | Tensor = field(default=(), repr=False)
     _copied: torch.cuda.Event | None = field(default=None, repr=False)
 
     def seal(self, scale_after: Tensor | None) -> None:
@@ -67,20 +69,45 @@ class StepReport:
         if not numbers:
             return
         device = numbers[0].device
-        packed = torch.stack([number.to(device, torch.float64) for number in numbers])
         if device.type == "cuda":
+            packed = torch.stack([number.to(device, torch.float64) for number in numbers])
             self._numbers = torch.empty(len(numbers), dtype=torch.float64, pin_memory=True)
             self._numbers.copy_(packed, non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record()
         else:
-            self._numbers = packed
+            self._numbers = numbers
 
     def read(self) -> Reading:
         """The numbers; waits for the device where it has not come so far."""
         if self._copied is not None:
             self._copied.synchronize()
-        numbers = [] if self._numbers is None else self._numbers.tolist()
+        numbers = [float(number) for number in self._numbers]
         found_inf, grad_norm, clip_coef = (numbers.pop(0) for _ in range(3)) if self.verdict else (0.0, None, 1.0)
         before, after = numbers or (None, None)
         return Reading(found_inf != 0.0, grad_norm, clip_coef, before, after)
+
+    def outcome(self, numbers: Reading, reason: Reason, applied: bool, counters: RunCounters) -> StepOutcome:
+        """The record of the step, once it is counted.
+
+        Args:
+            numbers: What was read.
+            reason: Why it was skipped, or "ok".
+            applied: Whether parameters were updated.
+            counters: The run's counts up to and with this step.
+
+        Returns:
+            The outcome.
+        """
+        return StepOutcome(
+            global_step=counters.global_step,
+            update=counters.updates,
+            applied=applied,
+            reason=reason,
+            grad_norm=numbers.grad_norm,
+            clip_coef=numbers.clip_coef,
+            loss_scale_before=numbers.loss_scale_before,
+            loss_scale_after=numbers.loss_scale_after,
+            window_size=self.window_size,
+            optimizer=self.optimizer,
+        )

@@ -6,8 +6,9 @@ Gradients may still carry the loss scale; the norm is in unscaled units. Nothing
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from lightning_fuse.kernels import sum_of_squares
 from lightning_fuse.optim.fused import parameter_names
 
 CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_ adds it to the norm
+_IS_SPARSE = attrgetter("is_sparse")
 
 
 @dataclass(frozen=True)
@@ -66,11 +68,14 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
 
 def gradients(optimizer: Optimizer) -> list[Tensor]:
     """The gradients that the optimizer's parameters have, in the order of its groups; of sparse ones their values."""
-    present = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    return [_values(p) if p.grad.is_sparse else p.grad for p in present]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    found = [grad for p in params if (grad := p.grad) is not None]
+    if any(map(_IS_SPARSE, found)):
+        return [_values(p) if p.grad.is_sparse else p.grad for p in params if p.grad is not None]
+    return found
 
 
-def first_nonfinite(optimizer: Optimizer, names: dict[Tensor, str] | None = None) -> str:
+def first_nonfinite(optimizer: Optimizer, names: Mapping[Tensor, str] | None = None) -> str:
     """Says which parameter has the first gradient that is not finite. Reads the device: for error messages only.
 
     Args:
@@ -95,7 +100,7 @@ def _values(p: Tensor) -> Tensor:
     return p.grad._values()  # type: ignore[union-attr]
 
 
-def _named(optimizer: Optimizer, names: dict[Tensor, str]) -> Iterable[tuple[Tensor, str]]:
+def _named(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Iterable[tuple[Tensor, str]]:
     for index, group in enumerate(optimizer.param_groups):
         for p, name in zip(group["params"], parameter_names(group, index), strict=True):
             yield p, names.get(p, name)

@@ -1,6 +1,7 @@
 """The accumulation window: micro-batches whose gradients are summed before one step, and what the sum stands for.
 
-Each micro-batch contributes 1/planned of the gradient of its loss. The window's factor makes of the sum:
+Each micro-batch contributes 1/planned of the gradient of its loss; where the planned size changes while a window is
+open, those that come later are scaled to the share of the first. The window's factor makes of the sum:
 
 ``mean``   the mean over the micro-batches that are there, also in a window that is shorter than planned;
 ``sum``    what was summed, so a short window gives a smaller update (stock Lightning's arithmetic);
@@ -53,6 +54,8 @@ class AccumulationWindow:
         self._unit: float | None = None  # a power of two near the weights, so that losses stay in range
         self._next: float | None = None  # weight of the micro-batch under way
         self._over = False  # the next contribution starts a new window
+        self._planned: int | None = None  # of the open window's first micro-batch: each contributes 1/planned
+        self._plan: int | None = None  # of the micro-batch under way
 
     def weigh(self, weight: float) -> None:
         """Reports the weight of the micro-batch under way, before its backward.
@@ -69,17 +72,22 @@ class AccumulationWindow:
             raise ValueError('weights have no effect with window="sum": use "mean", "drop" or "carry"')
         self._next = float(weight)
 
-    def share(self, device: torch.device) -> float:
+    def share(self, device: torch.device, planned: int | None = None) -> float:
         """What the loss of the micro-batch under way is multiplied by: its weight in units, 1 without weights.
 
         Args:
             device: Where the ranks meet.
+            planned: Micro-batches of a full window as of now; the loss carries 1/planned. None where the size of
+                windows never changes.
         """
+        self._plan = planned
+        # An open window goes on in the units of its first micro-batch.
+        share = planned / self._planned if planned and self._planned and self.count and not self._over else 1.0
         if self._next is None:
-            return 1.0
+            return share
         if self._unit is None:
             self._unit = self._agree_on_unit(self._next, device)
-        return self._next / self._unit
+        return share * self._next / self._unit
 
     def end_soon(self) -> None:
         """Lets the next contribution start a new window: several optimizers may still step on this one."""
@@ -93,6 +101,8 @@ class AccumulationWindow:
         """
         if self._over:
             self.close()
+        if self.count == 0:
+            self._planned = self._plan
         self.count += 1
         if self._next is not None:
             self._weighted += 1
@@ -108,35 +118,43 @@ class AccumulationWindow:
         """What makes of the summed gradients the gradient to apply.
 
         Args:
-            planned: Micro-batches of a full window, each of which contributed 1/planned; None where the caller has
-                weighted them.
+            planned: Micro-batches of a full window, each of which contributed 1/planned, unless the window began with
+                another plan; None where the caller has weighted them.
             device: Where the gradients live.
 
         Returns:
             float32, 0-dimensional; None stands for 1.
         """
+        if planned is not None:
+            planned = self._planned or planned
         if self._weighted:
             total = torch.tensor(self._total, dtype=torch.float64, device=device)
             if self.all_reduce is not None:
                 total = self.all_reduce(total, "sum")
             # A window of weight 0 has gradients of 0 (of which nothing must become NaN).
             return ((planned or 1) * self.ranks / torch.where(total > 0, total, 1.0)).to(torch.float32)
-        if planned is not None and self.policy != "sum" and 0 < self.count < planned:
+        if planned is not None and self.policy != "sum" and self.count not in (0, planned):
             return torch.tensor(planned / self.count, dtype=torch.float32, device=device)
         return None
 
     def close(self) -> None:
         """Starts a new window; a weight reported for the micro-batch under way stays, it is the new window's first."""
-        self.count, self._weighted, self._total, self._over = 0, 0, 0.0, False
+        self.count, self._weighted, self._total, self._over, self._planned = 0, 0, 0.0, False, None
 
     def state_dict(self) -> dict[str, Any]:
         """The open window as plain data; its gradients are not part of it."""
-        return {"count": self.count, "weighted": self._weighted, "total": self._total, "unit": self._unit}
+        return {
+            "count": self.count,
+            "weighted": self._weighted,
+            "total": self._total,
+            "unit": self._unit,
+            "planned": self._planned,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues the window that ``state_dict`` describes."""
         self.count, self._weighted, self._total = int(state["count"]), int(state["weighted"]), float(state["total"])
-        self._unit = state["unit"]
+        self._unit, self._planned = state["unit"], state.get("planned")
 
     def _agree_on_unit(self, weight: float, device: torch.device) -> float:
         first = torch.tensor(weight, dtype=torch.float64, device=device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.utils.data import DataLoader
 
 from lightning_fuse import Fuse
@@ -169,3 +170,94 @@ def test_case_23_a_share_of_an_epoch_waits_for_its_window(settings):
     )
     trainer.fit(Validated(sgd), one_bad(12), one_bad(1))
     assert seen.updates == [(2, 0), (3, 0)]
+
+
+def scheduled(loader, window, settings, plan, epochs, precision="32-true", **more):
+    module = Four(sgd)
+    schedule = GradientAccumulationScheduler(dict(plan))
+    _, outcomes = train(
+        module, loader, Fuse(window=window, **settings), schedule, max_epochs=epochs, precision=precision, **more
+    )
+    return 1.0 - module.w[0].item(), outcomes
+
+
+# Window, what 5 batches (1, 1, 1, 1, 9) an epoch come to in windows of 4, then 2, and the sizes of the windows.
+CHANGES = {
+    "mean": (1 + 9 + 1 + 1 + 9, [4, 1, 2, 2, 1]),
+    "sum": (1 + 9 / 4 + 1 + 1 + 9 / 2, [4, 1, 2, 2, 1]),
+    "drop": (1 + 1 + 1, [4, 2, 2]),
+    "carry": (1 + (9 + 1) / 2 + 1 + (1 + 9) / 2, [4, 2, 2, 2]),
+}
+
+
+@pytest.mark.parametrize("window", CHANGES)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_case_21_a_size_that_falls_between_epochs(window, scaled, settings):
+    plugin = half() if scaled else "32-true"
+    moved, outcomes = scheduled(batches(1, 1, 1, 1, 9), window, settings, {0: 4, 1: 2}, 2, plugin)
+    expected, sizes = CHANGES[window]
+    assert outcomes.of("window_size") == sizes
+    assert moved == pytest.approx(expected, abs=1e-5)
+
+
+def test_case_21_a_carried_window_goes_on_whatever_becomes_of_its_size(settings):
+    # Sizes 2, 4, 1: 1 | 9 carried into 4: 9,1,1,1 | 9 carried into 1: closes with the next batch, as the mean of both.
+    plan, values = {0: 2, 1: 4, 2: 1}, batches(1, 1, 9)
+    moved, outcomes = scheduled(values, "carry", settings, plan, 3)
+    assert outcomes.of("window_size") == [2, 4, 1, 1, 1]
+    assert moved == pytest.approx(1 + (9 + 1 + 1 + 9) / 4 + 1 + 1 + 9)
+
+
+def test_case_21_a_window_that_is_fuller_than_its_new_size_closes_at_once(settings):
+    moved, outcomes = scheduled(batches(1, 2, 3), "carry", settings, {0: 5, 1: 2}, 2)
+    # 1, 2, 3 of five, then 1 closes them: mean of four. 2, 3 is a window of two.
+    assert outcomes.of("window_size") == [4, 2]
+    assert moved == pytest.approx((1 + 2 + 3 + 1) / 4 + 2.5)
+
+
+def test_case_21_weights_of_a_carried_window_keep_their_meaning(settings):
+    module = Tokens(sgd)
+    rows = tokens([4.0], [0.0, 0.0, 0.0], [8.0])
+    plan = GradientAccumulationScheduler({0: 2, 1: 4})
+    train(module, rows, Fuse(window="carry", **settings), plan, max_epochs=2)
+    # 4 and three 0: 1. Then 8 | 4, three 0, 8 are six tokens: 20 / 6.
+    assert module.w.tolist() == pytest.approx([1 - 1 - 20 / 6] * 4, abs=1e-5)
+
+
+def test_case_21_stock_weighs_every_window_by_its_own_size():
+    module = Four(sgd)
+    train(module, batches(1, 1, 1, 1, 9), GradientAccumulationScheduler({0: 4, 1: 2}), max_epochs=2)
+    assert 1.0 - module.w[0].item() == pytest.approx(CHANGES["sum"][0])
+
+
+def test_case_21_a_scheduled_size_that_no_epoch_fills_is_reported_at_the_start(settings):
+    with pytest.raises(ValueError, match=r"accumulate_grad_batches=9.*3 batches"):
+        scheduled(one_bad(3), "drop", settings, {0: 4, 1: 9}, 2)
+    with pytest.warns(UserWarning, match=r"accumulate_grad_batches=9.*no step is taken"):
+        scheduled(one_bad(3), "drop", settings, {0: 2, 1: 9}, 2)
+    with pytest.raises(ValueError, match=r"3 batches and there are 2 epochs"):
+        scheduled(one_bad(3), "carry", settings, {0: 9}, 2)
+    with pytest.warns(UserWarning, match="every window is short"):
+        scheduled(one_bad(3), "mean", settings, {0: 1, 1: 9}, 2)
+
+
+def test_case_21_carry_over_a_change_goes_on_over_a_resume(settings, tmp_path):
+    values, plan = batches(1, 2, 3, 4, 5), {0: 4, 1: 3, 2: 2}
+    whole, _ = scheduled(values, "carry", settings, plan, 4)
+    first = quiet_trainer(Fuse(window="carry", **settings), GradientAccumulationScheduler(dict(plan)), max_epochs=1)
+    first.fit(Four(sgd), values)
+    first.save_checkpoint(tmp_path / "a.ckpt")
+    module = Four(sgd)
+    second = quiet_trainer(Fuse(window="carry", **settings), GradientAccumulationScheduler(dict(plan)), max_epochs=4)
+    second.fit(module, values, ckpt_path=tmp_path / "a.ckpt")
+    assert 1.0 - module.w[0].item() == whole
+
+
+def test_case_23_validation_waits_for_its_window_under_a_schedule(settings):
+    seen = AtValidation()
+    trainer = quiet_trainer(
+        Fuse(**settings), seen, GradientAccumulationScheduler({0: 1, 1: 4}), max_epochs=2,
+        val_check_interval=5, check_val_every_n_epoch=None, num_sanity_val_steps=0,
+    )  # fmt: skip
+    trainer.fit(Validated(sgd), one_bad(8), one_bad(1))
+    assert seen.updates == [(5, 0), (9, 0), (10, 0)]
