@@ -58,6 +58,10 @@ class ContractHooks(Callback):
         """The end of training sees the counts of all steps."""
         self.plugin.catch_up()
 
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """A backward may have failed half-way."""
+        self.plugin.give_up()
+
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Carries an open window into the next epoch, where the policy says so."""
         self.plugin.end_epoch()

@@ -29,6 +29,7 @@ from lightning_fuse.plugins.ranks import GradientAverage, average_by_step
 from lightning_fuse.plugins.scaler import ScalerView
 from lightning_fuse.plugins.schedulers import follow_updates, rebind
 from lightning_fuse.plugins.stock import loss_scale_for, stock_precision
+from lightning_fuse.plugins.watching import UnscaledWatch
 from lightning_fuse.plugins.windows import LoopWindows
 from lightning_fuse.step import StepContract, StepOutcome
 from lightning_fuse.step.verdict import unwrapped
@@ -71,6 +72,7 @@ class FusePrecision(Precision):
         self._open_gradients: dict[str, Tensor] = {}  # of a resumed open window, until training starts
         self._folded_clip: float | None = None  # a clip norm to fold into the step under way
         self._folding = False
+        self._watch = UnscaledWatch()
 
     # What the wrapped plugin does.
 
@@ -174,10 +176,14 @@ class FusePrecision(Precision):
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Scales the loss."""
+        scale = self.contract.loss_scale
+        if scale is not None:
+            self._watch.begin(getattr(module.trainer, "loggers", []), scale.inverse)
         return super().pre_backward(self.contract.scale(tensor, self._window()), module)
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Counts the micro-batch into the open window."""
+        self._watch.end()
         self.contract.contribute()
         return super().post_backward(tensor, module)
 
@@ -217,6 +223,10 @@ class FusePrecision(Precision):
         if automatic:
             self.settle(trainer, model)
         return result
+
+    def give_up(self) -> None:
+        """Leaves nothing behind of a backward that failed; called by ``hooks.py``."""
+        self._watch.end()
 
     def settle(self, trainer: Trainer, model: LightningModule) -> None:
         """Moves the loss scale and tells everybody the outcomes; ends a training step.
