@@ -1,8 +1,8 @@
 """W&B's gradient histograms in unscaled units.
 
-``wandb.watch(model)`` puts hooks on the parameters that look at gradients during backward, long before the step unscales
-them. Stock, its histograms so show the loss scale more than the gradients. While a backward of ours runs, the tensors
-that W&B is about to count are unscaled first; the gradients themselves stay as they are, and afterwards W&B is as it was.
+``wandb.watch(model)`` puts hooks on the parameters that look at gradients during backward, long before the step
+unscales them. Stock, its histograms so show the loss scale more than the gradients. While a backward of ours runs, the
+tensors that W&B is about to count are unscaled first; the gradients stay as they are, and W&B is left as it was.
 
 What is counted is the gradient of one micro-batch with its share of the window, as without a loss scale.
 """
