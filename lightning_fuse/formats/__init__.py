@@ -1,6 +1,6 @@
 """State formats and master weights: how one tensor of state is kept. ``format.py`` is the contract."""
 
-from lightning_fuse.formats.floating import BFloat16Dithered, BFloat16Nearest, Float32
+from lightning_fuse.formats.floating import BFloat16Signed, BFloat16Unsigned, Float32
 from lightning_fuse.formats.format import Codec, Part, Place, StateFormat
 from lightning_fuse.formats.int8 import Int8Signed, Int8Unsigned
 from lightning_fuse.formats.master import CopyMaster, MasterFormat, NoMaster, Split8Master, SplitMaster
@@ -10,9 +10,9 @@ STATE_FORMATS: Registry[StateFormat] = Registry(
     "state format",
     [
         StateFormat("fp32", signed=Float32(), unsigned=Float32()),
-        StateFormat("bf16", signed=BFloat16Nearest(), unsigned=BFloat16Dithered()),
+        StateFormat("bf16", signed=BFloat16Signed(), unsigned=BFloat16Unsigned()),
         StateFormat("int8", signed=Int8Signed(), unsigned=Int8Unsigned()),
-        StateFormat("int8_bf16", signed=Int8Signed(), unsigned=BFloat16Dithered()),
+        StateFormat("int8_bf16", signed=Int8Signed(), unsigned=BFloat16Unsigned()),
     ],
 )
 

@@ -1,16 +1,19 @@
 """fp32 and bf16: one tensor of the parameter's shape.
 
-bf16 rounds signed moments to nearest and ties to even, and the second moment by the dither sequence, because nearest
-freezes it: with beta2 = 0.999 it stops at 0.25 where 0.2593 is exact, and never decays again.
+bf16 is rounded by the dither sequence, because nearest freezes a running average: with beta2 = 0.999 a second moment
+stops at 0.25 where 0.2593 is exact, and never decays again; with beta1 = 0.9 a first moment under a constant gradient
+of 1 stops at 0.984, and 1.6 % of every update are lost.
 """
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lightning_fuse.formats.format import Codec, Part, Place
-from lightning_fuse.formats.rounding import PHASE_UNSIGNED, bf16_dithered, bf16_nearest, dither_word
+from lightning_fuse.formats.rounding import PHASE_SIGNED, PHASE_UNSIGNED, bf16_dithered, dither_word
 
 
 class Float32(Codec):
@@ -31,10 +34,11 @@ class Float32(Codec):
         return parts[0]
 
 
-class BFloat16Nearest(Codec):
-    """The codec ``bf16_nearest``: 2 bytes an element, rounded to nearest."""
+class BFloat16Signed(Codec):
+    """The codec ``bf16_signed``: 2 bytes an element, right on average."""
 
-    name = "bf16_nearest"
+    name = "bf16_signed"
+    phase: ClassVar[int] = PHASE_SIGNED
 
     def parts(self, shape: tuple[int, ...]) -> tuple[Part, ...]:
         """See ``Codec.parts``."""
@@ -42,19 +46,16 @@ class BFloat16Nearest(Codec):
 
     def encode(self, values: Tensor, place: Place, root: Tensor | None = None) -> tuple[Tensor, ...]:
         """See ``Codec.encode``."""
-        return (bf16_nearest(values),)
+        word = dither_word(values.numel(), place.step, self.phase, place.index_start, values.device)
+        return (bf16_dithered(values, word.view(values.shape)),)
 
     def decode(self, parts: tuple[Tensor, ...], root: Tensor | None = None) -> Tensor:
         """See ``Codec.decode``; exact."""
         return parts[0].to(torch.float32)
 
 
-class BFloat16Dithered(BFloat16Nearest):
-    """The codec ``bf16_dithered``: 2 bytes an element, right on average; for values that are never negative."""
+class BFloat16Unsigned(BFloat16Signed):
+    """The codec ``bf16_unsigned``: the same for a second moment, whose rounding is half a turn away from the first's."""
 
-    name = "bf16_dithered"
-
-    def encode(self, values: Tensor, place: Place, root: Tensor | None = None) -> tuple[Tensor, ...]:
-        """See ``Codec.encode``."""
-        word = dither_word(values.numel(), place.step, PHASE_UNSIGNED, place.index_start, values.device)
-        return (bf16_dithered(values, word.view(values.shape)),)
+    name = "bf16_unsigned"
+    phase = PHASE_UNSIGNED

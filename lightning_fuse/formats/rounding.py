@@ -90,22 +90,23 @@ def bf16_nearest(x: Tensor) -> Tensor:
 
 
 def bf16_dithered(x: Tensor, word: Tensor) -> Tensor:
-    """Rounds non-negative float32 to bfloat16 so that the mean over steps is right.
+    """Rounds float32 to bfloat16 so that the mean over steps is right.
 
     Nearest rounding freezes a second moment: with beta2 = 0.999 the decay of one step is below half a unit in the
-    last place, so it never happens.
+    last place, so it never happens. What is rounded is the magnitude: a value and its negative round alike.
 
     Args:
-        x: float32, any shape, >= 0 or NaN.
+        x: float32, any shape.
         word: Dither words, int64, the shape of ``x``.
 
     Returns:
         bfloat16, the shape of ``x``. A finite value never becomes infinite; a NaN stays a NaN.
     """
     bits = float_bits(x)
-    rounded = ((bits + (word >> 16)) >> 16).clamp(max=0x7F7F)
-    special = (bits >> 16) | torch.where(torch.isnan(x), 0x40, 0)
-    return bits_to_bf16(torch.where(torch.isfinite(x), rounded, special))
+    sign, magnitude = (bits >> 16) & 0x8000, bits & 0x7FFFFFFF
+    rounded = ((magnitude + (word >> 16)) >> 16).clamp(max=0x7F7F)
+    special = (magnitude >> 16) | torch.where(torch.isnan(x), 0x40, 0)
+    return bits_to_bf16(torch.where(torch.isfinite(x), rounded, special) | sign)
 
 
 def _wrap(bits: Tensor, width: int) -> Tensor:

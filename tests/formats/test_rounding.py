@@ -81,6 +81,8 @@ def test_dithered_is_one_of_the_two_neighbours() -> None:
     for step in (1, 2, 3):
         rounded = bf16_dithered(x, dither_word(len(x), step, 0, 0, CPU)).float()
         assert ((rounded == below) | (rounded == above)).all()
+        negative = bf16_dithered(-x, dither_word(len(x), step, 0, 0, CPU)).float()
+        assert torch.equal(negative, -rounded)
     exact = below
     assert torch.equal(bf16_dithered(exact, dither_word(len(x), 4, 0, 0, CPU)).float(), exact)
 
@@ -94,6 +96,10 @@ def test_dithered_specials() -> None:
     assert rounded[2].isnan()
     assert rounded[3] == torch.finfo(torch.bfloat16).max
     assert rounded[4] > 0
+    negative = bf16_dithered(-x, top).float()
+    assert torch.equal(negative[torch.tensor([0, 1, 3, 4])], -rounded[torch.tensor([0, 1, 3, 4])])
+    assert torch.signbit(negative[0])
+    assert negative[2].isnan()
     hidden = bits_to_float(torch.tensor([0x7F800001]))  # a NaN whose upper half alone would read as infinity
     assert bf16_dithered(hidden, top[:1]).isnan().all()
     assert bf16_nearest(hidden).isnan().all()

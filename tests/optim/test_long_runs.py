@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_fuse import FusedAdamW
+from lightning_fuse import FusedAdamW, FusedSGD
 from lightning_fuse.formats import STATE_FORMATS, StateFormat
 from lightning_fuse.formats.format import Codec, Part, Place
 from scripts.rival_codecs import power_nearest
 from tests.optim.models import updates
-from tests.tolerances import BF16_SECOND_MOMENT, FORMAT_ERROR_FALLEN
+from tests.tolerances import BF16_MOMENTUM, BF16_SECOND_MOMENT, FORMAT_ERROR_FALLEN
 
 LR = 1e-3
 Gradients = Callable[[int], Tensor]
@@ -190,6 +190,24 @@ def test_a_bf16_second_moment_rises_and_falls(state: str) -> None:
     fell = optimizer.state[p]["exp_avg_sq"].float() / exact - 1
     assert risen.abs().max() < BF16_SECOND_MOMENT
     assert fell.abs().max() < BF16_SECOND_MOMENT
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_bf16_momentum_buffer_reaches_its_value(sign: float) -> None:
+    """Rounded to nearest it stops at 9.875 of 10, and a first moment at 0.984 of 1."""
+    p = Parameter(torch.zeros(2, 128))
+    optimizer = FusedSGD([("p", p)], lr=LR, momentum=0.9, state="bf16")
+    buffers = []
+    for step in range(400):
+        p.grad = torch.full_like(p, sign)
+        optimizer.step()
+        if step >= 300:
+            buffers.append(optimizer.state[p]["momentum_buffer"].float())
+    assert (torch.stack(buffers).mean() / (10 * sign) - 1).abs() < BF16_MOMENTUM
+    nearest = torch.zeros(())
+    for _ in range(400):
+        nearest = (nearest * 0.9 + 1.0).bfloat16().float()
+    assert nearest < 10 * (1 - 10 * BF16_MOMENTUM)  # the control
 
 
 # Case 43

@@ -21,7 +21,7 @@ RULE_IDS = {
 }
 CODEC_IDS = {
     name: number
-    for number, name in enumerate(("fp32", "bf16_nearest", "bf16_dithered", "int8_signed", "int8_unsigned"))
+    for number, name in enumerate(("fp32", "bf16_signed", "bf16_unsigned", "int8_signed", "int8_unsigned"))
 }
 MASTER_IDS = {"none": 0, "fp32": 1, "split": 2, "split8": 3}
 DTYPE_IDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

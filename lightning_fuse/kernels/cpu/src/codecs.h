@@ -239,8 +239,8 @@ inline float* open_moment(const Moment& moment, const Span& span, float* buffer)
     switch (moment.codec) {
         case Codec::kFloat32:
             return static_cast<float*>(moment.data) + span.begin;
-        case Codec::kBFloat16Nearest:
-        case Codec::kBFloat16Dithered: {
+        case Codec::kBFloat16Signed:
+        case Codec::kBFloat16Unsigned: {
             const uint16_t* kept = static_cast<const uint16_t*>(moment.data) + span.begin;
             for (int i = 0; i < span.count; ++i) buffer[i] = from_bf16(kept[i]);
             break;
@@ -260,14 +260,11 @@ inline void close_moment(const Moment& moment, const Span& span, const float* va
     switch (moment.codec) {
         case Codec::kFloat32:
             break;
-        case Codec::kBFloat16Nearest: {
+        case Codec::kBFloat16Signed:
+        case Codec::kBFloat16Unsigned: {
             uint16_t* kept = static_cast<uint16_t*>(moment.data) + span.begin;
-            for (int i = 0; i < span.count; ++i) kept[i] = bf16_nearest(values[i]);
-            break;
-        }
-        case Codec::kBFloat16Dithered: {
-            uint16_t* kept = static_cast<uint16_t*>(moment.data) + span.begin;
-            const uint32_t word = first_word(span.index, span.step, kPhaseUnsigned);
+            const uint32_t phase = moment.codec == Codec::kBFloat16Signed ? kPhaseSigned : kPhaseUnsigned;
+            const uint32_t word = first_word(span.index, span.step, phase);
             for (int i = 0; i < span.count; ++i) {
                 kept[i] = bf16_dithered(values[i], word + static_cast<uint32_t>(i) * kIndexStride);
             }

@@ -6,11 +6,11 @@
 
 namespace lightning_fuse {
 
-constexpr int64_t kAbi = 2;
+constexpr int64_t kAbi = 3;
 constexpr int kMaxMoments = 3;
 
 enum class Rule : int64_t { kAdamW, kAdamWAmsgrad, kAdam, kAdamAmsgrad, kSGD, kSGDMomentum, kSGDNesterov, kLion };
-enum class Codec : int64_t { kFloat32, kBFloat16Nearest, kBFloat16Dithered, kInt8Signed, kInt8Unsigned };
+enum class Codec : int64_t { kFloat32, kBFloat16Signed, kBFloat16Unsigned, kInt8Signed, kInt8Unsigned };
 enum class Master : int64_t { kNone, kCopy, kSplit, kSplit8 };
 enum class Dtype : int64_t { kFloat32, kBFloat16, kFloat16 };
 
