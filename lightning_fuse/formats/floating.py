@@ -55,7 +55,7 @@ class BFloat16Signed(Codec):
 
 
 class BFloat16Unsigned(BFloat16Signed):
-    """The codec ``bf16_unsigned``: the same for a second moment, whose rounding is half a turn away from the first's."""
+    """The codec ``bf16_unsigned``: the same for a second moment, rounded half a turn away from the first."""
 
     name = "bf16_unsigned"
     phase = PHASE_UNSIGNED

@@ -40,7 +40,7 @@ def test_small_steps_arrive(master: str, state: str) -> None:
         p.grad = torch.ones_like(p)
         optimizer.step()
     assert (weight_of(p, optimizer.state[p]) - 0.9).abs().max() <= MASTER_TRAVEL
-    if state in ("fp32", "bf16"):  # bf16's neighbours are 0.8984 and 0.9023: int8's error of 0.0005 may decide between them
+    if state in ("fp32", "bf16"):  # neighbours are 0.8984 and 0.9023: int8's error of 0.0005 may decide
         assert (p.float() - 0.9).abs().max() <= MASTER_TRAVEL
 
 
