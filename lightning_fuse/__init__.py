@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_fuse.callbacks import Fuse
-    from lightning_fuse.optim import FusedAdam, FusedAdamW, FusedLAMB, FusedLARS, FusedLion, FusedSGD, param_groups
+    from lightning_fuse.optim import (
+        FusedAdam,
+        FusedAdamW,
+        FusedLAMB,
+        FusedLARS,
+        FusedLion,
+        FusedSGD,
+        LoadOptions,
+        param_groups,
+    )
 
 __version__ = "0.1.0.dev0"
 
@@ -23,6 +32,7 @@ __all__ = [
     "FusedLARS",
     "FusedLion",
     "FusedSGD",
+    "LoadOptions",
     "__version__",
     "param_groups",
 ]
@@ -36,6 +46,7 @@ _HOMES = {
     "FusedLARS": "lightning_fuse.optim",
     "FusedLion": "lightning_fuse.optim",
     "FusedSGD": "lightning_fuse.optim",
+    "LoadOptions": "lightning_fuse.optim",
     "param_groups": "lightning_fuse.optim",
 }
 

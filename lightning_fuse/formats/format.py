@@ -7,6 +7,7 @@ no optimizer. Encoding is a pure function of (values, step, index), so a replay 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -104,6 +105,26 @@ class Codec(ABC):
         """
         return sqrt(self.decode(parts))
 
+    def fault(self, parts: tuple[Tensor, ...], *, signed: bool, finite: bool) -> str:
+        """What no encoding can have left in stored tensors; one pass over them, without a copy.
+
+        Args:
+            parts: Tensors as ``encode`` gives them.
+            signed: Whether the moment can be negative.
+            finite: Whether NaN and infinities are faults, too. Where the values themselves are kept, a step on a
+                gradient that is not finite leaves such.
+
+        Returns:
+            What is wrong, as it reads after "holds", or "".
+        """
+        (values,) = parts
+        lowest, highest = extremes(values)
+        if finite and not (math.isfinite(lowest) and math.isfinite(highest)):
+            return "NaN or infinite values"
+        if not signed and (lowest < 0 or (math.isnan(lowest) and bool((values < 0).any()))):
+            return "negative values, and it is a mean of squares"
+        return ""
+
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Bytes that a moment of the given shape takes."""
         return sum(part.nbytes for part in self.parts(shape))
@@ -131,6 +152,14 @@ class StateFormat:
     def scaled(self) -> bool:
         """Whether either codec keeps scales."""
         return self.signed.scaled or self.unsigned.scaled
+
+
+def extremes(values: Tensor) -> tuple[float, float]:
+    """The smallest and the largest of any number of values; both NaN where one is, both 0 where there are none."""
+    if not values.numel():
+        return 0.0, 0.0
+    lowest, highest = torch.aminmax(values)
+    return float(lowest), float(highest)
 
 
 def state_tensors(
@@ -163,10 +192,14 @@ def decode_moments(
     Returns:
         float32 values of each moment, the parameter's shape.
     """
-    return tuple(
-        codec.decode(kept, _root_of_unit(moment, moments, codecs, parts))
-        for moment, codec, kept in zip(moments, codecs, parts, strict=True)
-    )
+    return tuple(decode_moment(index, moments, codecs, parts) for index in range(len(moments)))
+
+
+def decode_moment(
+    index: int, moments: Sequence[Moment], codecs: Sequence[Codec], parts: Sequence[tuple[Tensor, ...]]
+) -> Tensor:
+    """Decodes one moment of a parameter; arguments as of ``decode_moments``, and which moment."""
+    return codecs[index].decode(parts[index], _root_of_unit(moments[index], moments, codecs, parts))
 
 
 def encode_moments(

@@ -42,12 +42,13 @@ of a row may be short. Slicing along dimension 0 therefore never cuts a block.
 
 from __future__ import annotations
 
+import math
 from math import ceil, prod
 
 import torch
 from torch import Tensor
 
-from lightning_fuse.formats.format import Codec, Part, Place
+from lightning_fuse.formats.format import Codec, Part, Place, extremes
 from lightning_fuse.formats.rounding import (
     PHASE_SIGNED,
     PHASE_UNSIGNED,
@@ -100,6 +101,14 @@ class Int8Signed(Codec):
         values = from_blocks(q * q.abs(), codes.shape)
         return values if root is None else values * _finite(root)
 
+    def fault(self, parts: tuple[Tensor, ...], *, signed: bool, finite: bool) -> str:
+        """See ``Codec.fault``; what is not finite is never stored."""
+        codes, scale = parts
+        lowest, highest = extremes(scale)
+        if not (lowest >= 0.0 and highest < math.inf):
+            return "a scale that is negative, infinite or NaN"
+        return "the code -128, which none has" if extremes(codes)[0] < -127 else ""
+
 
 class Int8Unsigned(Codec):
     """The codec ``int8_unsigned``: fourth-root or logarithmic codes of a second moment; see the module."""
@@ -143,6 +152,16 @@ class Int8Unsigned(Codec):
             levels = torch.where(blocks > 0, level(number), 0.0)
             roots = torch.where(_per_block(wide, codes.shape), levels, roots)
         return from_blocks(roots, codes.shape)
+
+    def fault(self, parts: tuple[Tensor, ...], *, signed: bool, finite: bool) -> str:
+        """See ``Codec.fault``; a negative scale is a wide block's, and lies on the grid."""
+        scale = parts[1]
+        lowest, highest = extremes(scale)
+        if not (-math.inf < lowest and highest < math.inf):
+            return "a scale that is infinite or NaN"
+        if lowest < 0 and not torch.equal(torch.where(scale < 0, grid_ceil(scale.abs()), 0.0), (-scale).clamp(min=0.0)):
+            return "a negative scale that is no power of 2^(1/8)"
+        return ""
 
 
 def _is_wide(roots: Tensor, top: Tensor) -> Tensor:

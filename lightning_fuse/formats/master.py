@@ -84,6 +84,23 @@ class MasterFormat(ABC):
     def start(self, param: Tensor) -> tuple[Tensor, ...]:
         """The tensors to keep for a parameter whose own value is all that is known of the weight."""
 
+    @abstractmethod
+    def fit(self, weight: Tensor, param: Tensor, place: Place) -> tuple[Tensor, ...]:
+        """The tensors that come closest to a weight beside a parameter that stays as it is.
+
+        A tie between two values of the parameter is rounded to even by one kind of master and away from zero by
+        another; the weight then moves by one unit in float32's last place. Where the parameter is not what the weight
+        rounds to, somebody has written to it since, and it wins.
+
+        Args:
+            weight: float32, as another kind of master kept it.
+            param: The parameter, the shape of ``weight``.
+            place: Step and index, for a dithered rounding.
+
+        Returns:
+            One tensor for each of ``parts``.
+        """
+
 
 class NoMaster(MasterFormat):
     """The word ``none``; see the module."""
@@ -105,6 +122,10 @@ class NoMaster(MasterFormat):
 
     def start(self, param: Tensor) -> tuple[Tensor, ...]:
         """See ``MasterFormat.start``."""
+        return ()
+
+    def fit(self, weight: Tensor, param: Tensor, place: Place) -> tuple[Tensor, ...]:
+        """See ``MasterFormat.fit``."""
         return ()
 
 
@@ -132,6 +153,15 @@ class CopyMaster(NoMaster):
         """See ``MasterFormat.start``."""
         return (param.to(torch.float32),)
 
+    def fit(self, weight: Tensor, param: Tensor, place: Place) -> tuple[Tensor, ...]:
+        """See ``MasterFormat.fit``."""
+        (kept,) = self.start(param)
+        for unit in (-1, 1, 0):
+            near = bits_to_float(float_bits(weight) + unit)
+            same = round_to(near, param.dtype).view(torch.int16) == param.contiguous().view(torch.int16)
+            kept = torch.where(same, near, kept)
+        return (kept,)
+
 
 class SplitMaster(MasterFormat):
     """The word ``split``; see the module."""
@@ -156,6 +186,10 @@ class SplitMaster(MasterFormat):
     def start(self, param: Tensor) -> tuple[Tensor, ...]:
         """See ``MasterFormat.start``."""
         return (torch.zeros_like(param, dtype=torch.int16),)
+
+    def fit(self, weight: Tensor, param: Tensor, place: Place) -> tuple[Tensor, ...]:
+        """See ``MasterFormat.fit``."""
+        return (_remainder(float_bits(weight), bf16_bits(param), 16).to(torch.int16),)
 
 
 class Split8Master(MasterFormat):
@@ -185,6 +219,28 @@ class Split8Master(MasterFormat):
     def start(self, param: Tensor) -> tuple[Tensor, ...]:
         """See ``MasterFormat.start``."""
         return (torch.zeros_like(param, dtype=torch.int8),)
+
+    def fit(self, weight: Tensor, param: Tensor, place: Place) -> tuple[Tensor, ...]:
+        """See ``MasterFormat.fit``."""
+        upper, (lower,) = self.split(weight, param.dtype, place)
+        return (_remainder((bf16_bits(upper) << 8) + lower.to(torch.int64), bf16_bits(param), 8).to(torch.int8),)
+
+
+def _remainder(bits: Tensor, upper: Tensor, width: int) -> Tensor:
+    """What a weight's bits are away from a given upper half, 0 where that is not the weight's own.
+
+    Args:
+        bits: int64, the upper 16 + ``width`` bits of the weight.
+        upper: int64, the bits of the parameter.
+        width: Bits of the remainder.
+
+    Returns:
+        int64, in the range of a signed number of that width.
+    """
+    half, whole = 1 << (width - 1), 1 << (16 + width)
+    away = ((bits - (upper << width) + whole // 2) % whole) - whole // 2
+    # Half a unit upwards is a tie that went to even, or a dithered rounding that went up: the last place is given up.
+    return torch.where(away.abs() <= half, away, 0).clamp(max=half - 1)
 
 
 def round_to(weight: Tensor, dtype: torch.dtype) -> Tensor:

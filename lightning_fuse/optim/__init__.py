@@ -7,6 +7,7 @@ from lightning_fuse.optim.groups import param_groups
 from lightning_fuse.optim.lamb import FusedLAMB
 from lightning_fuse.optim.lars import FusedLARS
 from lightning_fuse.optim.lion import FusedLion
+from lightning_fuse.optim.load_options import LoadOptions, LoadReport
 from lightning_fuse.optim.sgd import FusedSGD
 
 __all__ = [
@@ -17,5 +18,7 @@ __all__ = [
     "FusedLion",
     "FusedOptimizer",
     "FusedSGD",
+    "LoadOptions",
+    "LoadReport",
     "param_groups",
 ]

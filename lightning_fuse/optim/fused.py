@@ -14,6 +14,7 @@ from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, is_
 from typing import Any, TypeAlias, cast
+from warnings import warn
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from lightning_fuse.formats.master import MasterFormat
 from lightning_fuse.kernels import Slot, StepKernel, StoredMoment, Work, check_kernel_name, choose_kernel
 from lightning_fuse.kernels.kernel import PARAM_DTYPES
 from lightning_fuse.optim import state_io
+from lightning_fuse.optim.load_options import LoadOptions, LoadReport
 from lightning_fuse.optim.regions import Request, allocate
 from lightning_fuse.optim.selection import Selection, StateSpec
 from lightning_fuse.optim.settings import check_gradient, check_parameter, plain_numbers
@@ -61,12 +63,16 @@ class FusedOptimizer(Optimizer):
         grad_scale: Set by ``torch.amp.GradScaler`` around ``step``: the loss scale that gradients still carry.
         found_inf: Set by GradScaler or the step contract around ``step``: other than 0 skips the step.
         grad_factor: Set by the step contract around ``step``: what gradients are multiplied by.
+        load_options: What ``load_state_dict`` may do where a checkpoint does not fit exactly; by default nothing.
+        last_load: What the last load did; None before the first.
         known_names: Names for groups that are added without any; set where a module's optimizer was taken over.
     """
 
     grad_factor: Tensor | None = None
     found_inf: Tensor | None = None
     known_names: Mapping[Tensor, str] | None = None
+    load_options: LoadOptions = LoadOptions()
+    last_load: LoadReport | None = None
 
     # GradScaler then neither unscales gradients in memory nor reads found_inf on the host.
     _step_supports_amp_scaling = True
@@ -187,20 +193,29 @@ class FusedOptimizer(Optimizer):
         """State as torch keeps it, with one entry ``lightning_fuse`` that says what it holds; plain data only."""
         return state_io.describe(self, super().state_dict())
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what ``state_dict`` returned, or the state of torch's own optimizer of the same rule.
+    def load_state_dict(self, state_dict: dict[str, Any], options: LoadOptions | None = None) -> None:
+        """Loads what ``state_dict`` returned, or the state of torch's or bitsandbytes' optimizer of the same rule.
 
         Everything numerical comes from the checkpoint, how the step is executed from this optimizer. Every bit of
-        every state tensor is kept. Parameters are matched by name where both sides have names.
+        every state tensor is kept. Parameters are matched by name where both sides have names. Load the model first:
+        master weights belong to its parameters. What was done is told by ``last_load``.
+
+        Args:
+            state_dict: The state dict; its tensors may be mapped from a file.
+            options: What to do where it does not fit exactly; None stands for ``load_options``.
 
         Raises:
             TypeError: ``state_dict`` is not a state dict.
-            ValueError: It belongs to another rule, format or set of parameters; nothing has been changed then.
+            ValueError: It belongs to another rule, format or set of parameters, and the options allow no other, or it
+                is damaged; nothing has been changed then.
         """
-        state_io.load(self, state_dict)
+        self.last_load = state_io.load(self, state_dict, self.load_options if options is None else options)
+        for warning in self.last_load.warnings:
+            warn(warning, stacklevel=2)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_selection": self._selection, "_kernel_word": self._kernel_word}
+        own = ("_selection", "_kernel_word", "load_options")
+        return {**super().__getstate__(), **{str(key): getattr(self, key) for key in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -9,18 +9,24 @@ The state dict is torch's (``state`` by index, ``param_groups``) with one entry 
     "lightning_fuse": {"format_version": 2, "rules": [name per parameter], "formats": [...], "masters": [...]}
 
 Version 1, which is still read, kept int8 first moments on their own, not in units of the second moment's root.
+
+A load has two parts. The first reads and checks everything and changes nothing; the second goes through the parameters
+one by one, so that a state that is mapped from a file is never in memory twice, and has nothing left to refuse.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
-from lightning_fuse.formats.format import Place, encode_moments, state_tensors
-from lightning_fuse.optim.state_match import Incoming, group_numbers, match, outline
+from lightning_fuse.optim.load_options import LoadOptions, LoadReport
+from lightning_fuse.optim.state_convert import Planned
+from lightning_fuse.optim.state_foreign import in_torchs_words
+from lightning_fuse.optim.state_groups import GroupNumbers, group_numbers, take_over
+from lightning_fuse.optim.state_match import Incoming, match, outline
+from lightning_fuse.optim.state_plan import plan
 
 if TYPE_CHECKING:
     from lightning_fuse.optim.fused import FusedOptimizer
@@ -55,12 +61,16 @@ def describe(optimizer: FusedOptimizer, packed: dict[str, Any]) -> dict[str, Any
 
 
 @torch.no_grad()
-def load(optimizer: FusedOptimizer, state_dict: Any) -> None:
+def load(optimizer: FusedOptimizer, state_dict: Any, options: LoadOptions) -> LoadReport:
     """Loads a state dict into an optimizer; see ``FusedOptimizer.load_state_dict``.
 
     Args:
         optimizer: The optimizer to load into.
-        state_dict: Ours, or that of torch's optimizer of the same rule.
+        state_dict: Ours, that of torch's optimizer of the same rule, or that of bitsandbytes'.
+        options: What to do where it does not fit exactly.
+
+    Returns:
+        What was done.
 
     Raises:
         TypeError: It is not a state dict.
@@ -74,152 +84,108 @@ def load(optimizer: FusedOptimizer, state_dict: Any) -> None:
             f"not an optimizer's state dict: expected the keys 'state' and 'param_groups', got {outline(state_dict)}"
         )
     try:
-        groups, incoming, tensors = _read(optimizer, state_dict)
-    except (KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
+        numbers, planned, left_out = _read(optimizer, state_dict, options)
+    except (KeyError, IndexError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
         raise ValueError(
             f"the state dict is damaged, or not one of an optimizer like this ({type(error).__name__}: {error}); "
             "load a checkpoint of the same optimizer and model"
         ) from error
+    _prepare(optimizer, numbers, planned)
     # From here on nothing can be refused any more.
-    for group, numbers in zip(optimizer.param_groups, groups, strict=True):
-        _take_over(group, numbers)
-    optimizer._reset_caches()
-    optimizer._ensure_state()
-    for item, held in zip(incoming, tensors, strict=True):
-        _restart(optimizer, item)
-        for key, value in held.items():
-            optimizer.state[item.param][key].copy_(value)
+    for entry in planned:
+        _fill(optimizer, entry)
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
+    return LoadReport(
+        matched=tuple(entry.item.name for entry in planned if not entry.fresh),
+        converted=tuple(f"{entry.item.name}: {', '.join(entry.notes)}" for entry in planned if entry.notes),
+        fresh=tuple(f"{entry.item.name}: {entry.fresh}" for entry in planned if entry.fresh),
+        left_out=tuple(left_out),
+        taken_over=tuple(numbers.taken_over),
+        overridden=tuple(numbers.overridden),
+        warnings=tuple(warning for entry in planned for warning in entry.warnings),
+    )
 
 
 def _read(
-    optimizer: FusedOptimizer, state_dict: Mapping[str, Any]
-) -> tuple[list[dict[str, Any]], list[Incoming], list[dict[str, Tensor]]]:
-    """Reads all of a state dict and changes nothing: hyperparameters, matched parameters, tensors to copy."""
+    optimizer: FusedOptimizer, state_dict: Mapping[str, Any], options: LoadOptions
+) -> tuple[GroupNumbers, list[Planned], list[str]]:
+    """Reads all of a state dict and changes nothing: hyperparameters, what becomes of each parameter, what is left."""
     about = state_dict.get(ENTRY)
-    if about is not None:
-        _check_version(about)
-    matched = match(optimizer, state_dict)
-    groups = group_numbers(optimizer, state_dict["param_groups"], matched)
-    # A rule may depend on a number (amsgrad, momentum), and the checkpoint's numbers are those that will be there.
-    merged = {id(group): {**group, **numbers} for group, numbers in zip(optimizer.param_groups, groups, strict=True)}
-    incoming = [item._replace(group=merged[id(item.group)]) for item in matched]
     if about is None:
-        tensors = [_from_torch(optimizer, item) for item in incoming]
+        state_dict = in_torchs_words(state_dict, {key for group in optimizer.param_groups for key in group})
     else:
-        tensors = [_from_ours(optimizer, item, about) for item in incoming]
-    return groups, incoming, tensors
+        _check_entry(about, state_dict)
+    matching = match(optimizer, state_dict, options)
+    numbers = group_numbers(optimizer, state_dict["param_groups"], matching, options)
+    # A rule may depend on a number (amsgrad, momentum), and the checkpoint's numbers are those that will be there.
+    keeping = {id(group): {**group, **now} for group, now in zip(optimizer.param_groups, numbers.groups, strict=True)}
+    incoming = [item._replace(group=keeping[id(item.group)]) for item in matching.incoming]
+    return numbers, [plan(optimizer, item, about, options) for item in incoming], matching.left_out
 
 
-def _from_ours(optimizer: FusedOptimizer, item: Incoming, about: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Checks one parameter's state of our own making against what this optimizer keeps, tensor by tensor."""
-    here = {
-        "rules": ("optimizer", optimizer._rule_of(item.group, item.param).name),
-        "formats": ("state", optimizer._format(item.group, item.name, item.param).name),
-        "masters": ("master", optimizer._master(item.param).name),
-    }
-    for kind, (word, asked) in here.items():
-        saved = about[kind][item.index]
-        if saved != asked:
-            raise ValueError(
-                f"checkpoint holds {word} {saved!r} for {item.name}, this run asks for {asked!r}: "
-                f"resume with {word}={saved}"
-            )
-    if not item.state:
-        return {}
-    wanted = {r.key: r for r in optimizer._requests(item.group, item.name, item.param)}
-    if set(wanted) != set(item.state):
-        raise ValueError(
-            f"checkpoint holds {sorted(item.state)} for {item.name}, expected {sorted(wanted)}: it is damaged"
-        )
-    for key, request in wanted.items():
-        tensor = item.state[key]
-        if key == "step":
-            continue
-        got = (tuple(tensor.shape), tensor.dtype) if isinstance(tensor, Tensor) else type(tensor).__name__
-        if got != (request.shape, request.dtype):
-            raise ValueError(
-                f"checkpoint holds {key} of {item.name} as {got}, expected {(request.shape, request.dtype)}: "
-                "the parameter has another shape than when it was saved"
-            )
-    held = {**item.state, "step": _step_of(item)}
-    return _in_units(optimizer, item, held) if about["format_version"] == 1 else held
+def _prepare(optimizer: FusedOptimizer, numbers: GroupNumbers, planned: Sequence[Planned]) -> None:
+    """Takes the numbers over and makes room for the state; where there is too little memory, all is as it was."""
+    groups = [(group, dict(group)) for group in optimizer.param_groups]
+    tensors = [(group[key], value.clone()) for group, _ in groups for key, value in group.items() if _is_number(value)]
+    held = {p: dict(optimizer.state[p]) for p in optimizer.state}
+    try:
+        for group, now in zip(optimizer.param_groups, numbers.groups, strict=True):
+            take_over(group, now)
+        optimizer._reset_caches()
+        _drop_unwanted(optimizer, [entry.item for entry in planned])
+        optimizer._ensure_state()
+    except BaseException:
+        for group, before in groups:
+            group.clear()
+            group.update(before)
+        for tensor, value in tensors:
+            tensor.copy_(value)
+        for p in list(optimizer.state):
+            if p in held:
+                optimizer.state[p] = held[p]
+            else:
+                del optimizer.state[p]
+        optimizer._reset_caches()
+        raise
 
 
-def _in_units(optimizer: FusedOptimizer, item: Incoming, held: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Encodes anew what version 1 kept without a unit."""
-    fmt, shape = optimizer._format(item.group, item.name, item.param), tuple(item.param.shape)
-    moments = optimizer._rule_of(item.group, item.param).moments
-    parts = {m.name: state_tensors(m, fmt.codec(m), held, shape) for m in moments}
-    by_name, result = {m.name: m for m in moments}, dict(held)
-    for moment in moments:
-        if moment.unit and fmt.codec(moment).scaled:
-            codec, unit = fmt.codec(moment), by_name[moment.unit]
-            root = fmt.codec(unit).root(parts[unit.name])
-            encoded = codec.encode(codec.decode(parts[moment.name]), Place(int(held["step"])), root)
-            result.update({moment.name + p.suffix: t for p, t in zip(codec.parts(shape), encoded, strict=True)})
-    return result
+def _is_number(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1
 
 
-def _from_torch(optimizer: FusedOptimizer, item: Incoming) -> dict[str, Tensor]:
-    """Encodes the state of torch's optimizer of the same rule into the format that this one keeps."""
-    rule = optimizer._rule_of(item.group, item.param)
-    if not item.state:
-        return {}
-    step = _step_of(item)
-    held = {"step": step}
-    fmt, shape = optimizer._format(item.group, item.name, item.param), tuple(item.param.shape)
-    values = []
-    for moment in rule.moments:
-        tensor = item.state.get(moment.name)
-        if not isinstance(tensor, Tensor) or tensor.shape != item.param.shape:
-            raise ValueError(
-                f"checkpoint holds {sorted(item.state)} for {item.name}, the rule {rule.name} needs {moment.name} "
-                f"of shape {shape}: it belongs to another optimizer or model"
-            )
-        values.append(tensor.to(torch.float32))
-    codecs = [fmt.codec(moment) for moment in rule.moments]
-    encoded = encode_moments(rule.moments, codecs, values, Place(int(step)))
-    for moment, codec, parts in zip(rule.moments, codecs, encoded, strict=True):
-        held.update({moment.name + part.suffix: t for part, t in zip(codec.parts(shape), parts, strict=True)})
-    return held
+def _drop_unwanted(optimizer: FusedOptimizer, incoming: Sequence[Incoming]) -> None:
+    """Drops what the rule that comes with the numbers does not keep (amsgrad's largest moment, a buffer)."""
+    for item in incoming:
+        if item.param in optimizer.state:
+            held = optimizer.state[item.param]
+            wanted = {request.key for request in optimizer._requests(item.group, item.name, item.param)}
+            for key in [key for key in held if key not in wanted]:
+                del held[key]
 
 
-def _step_of(item: Incoming) -> Tensor:
-    """The updates applied to a parameter; torch's SGD keeps none, and with a momentum buffer has applied one."""
-    number = float(item.state.get("step", 1))
-    if number < 0 or number != int(number):
-        raise ValueError(
-            f"checkpoint holds step {number:g} for {item.name}: must be a whole number >= 0; it is damaged"
-        )
-    return torch.tensor(int(number), dtype=torch.int64)
+def _fill(optimizer: FusedOptimizer, entry: Planned) -> None:
+    """Copies or converts one parameter's state; a fresh one starts with what a first step would find."""
+    held, param = optimizer.state[entry.item.param], entry.item.param
+    if entry.fresh:
+        for tensor in held.values():
+            tensor.zero_()
+        master = optimizer._master(param)
+        for part, value in zip(master.parts(tuple(param.shape)), master.start(param), strict=True):
+            held[part.suffix].copy_(value)
+    else:
+        for key, value in entry.tensors().items():
+            held[key].copy_(value)
 
 
-def _take_over(group: dict[str, Any], numbers: Mapping[str, Any]) -> None:
-    """Sets a group's hyperparameters; a tensor lr stays the same tensor, which somebody may hold."""
-    for key, value in numbers.items():
-        mine = group.get(key)
-        if isinstance(mine, Tensor):
-            mine.fill_(float(value))
-        else:
-            group[key] = value.clone() if isinstance(value, Tensor) else value
-
-
-def _restart(optimizer: FusedOptimizer, item: Incoming) -> None:
-    """State of a parameter that was never stepped, with a master weight that knows only the parameter."""
-    held = optimizer.state[item.param]
-    master = optimizer._master(item.param)
-    for tensor in held.values():
-        tensor.zero_()
-    for part, value in zip(master.parts(tuple(item.param.shape)), master.start(item.param), strict=True):
-        held[part.suffix].copy_(value)
-
-
-def _check_version(about: Mapping[str, Any]) -> None:
+def _check_entry(about: Mapping[str, Any], state_dict: Mapping[str, Any]) -> None:
     version = about.get("format_version")
     if version not in (1, FORMAT_VERSION):
         raise ValueError(
             f"checkpoint has state format version {version!r}, known: 1 and {FORMAT_VERSION}; "
             "load it with the version of lightning_fuse that wrote it, or a newer one"
         )
+    count = sum(len(group["params"]) for group in state_dict["param_groups"])
+    for kind in ("rules", "formats", "masters"):
+        if len(about[kind]) != count:
+            raise ValueError(f"checkpoint lists {len(about[kind])} {kind} for {count} parameters: it is damaged")

@@ -1,13 +1,14 @@
-"""Which of a checkpoint's parameters and groups belong to which here: by name where both sides have names."""
+"""Which of a checkpoint's parameters belong to which here: by name where both sides have names, else by order."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from lightning_fuse.optim.settings import EXECUTION_KEYS, plain_numbers
+from lightning_fuse.optim.load_options import LoadOptions
 
 if TYPE_CHECKING:
     from lightning_fuse.optim.fused import FusedOptimizer
@@ -20,126 +21,129 @@ class Incoming(NamedTuple):
         group: The parameter's group.
         name: Its name here.
         param: The parameter.
-        index: Its index in the checkpoint.
+        index: Its index in the checkpoint; None where the checkpoint does not hold it.
         state: What the checkpoint holds; empty where it was never stepped.
     """
 
     group: Mapping[str, Any]
     name: str
     param: Tensor
-    index: int  # type: ignore[assignment]  # a tuple has a method of that name
+    index: int | None  # type: ignore[assignment]  # a tuple has a method of that name
     state: Mapping[str, Any]
 
 
-def match(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> list[Incoming]:
-    """Finds for every parameter its index in the checkpoint: by name where both have names, else by order.
+class Matching(NamedTuple):
+    """All parameters of an optimizer, matched.
+
+    Attributes:
+        incoming: One entry for each parameter, in the optimizer's order.
+        left_out: Names of what only the checkpoint holds.
+        by_name: Whether names decided.
+    """
+
+    incoming: list[Incoming]
+    left_out: list[str]
+    by_name: bool
+
+
+def match(optimizer: FusedOptimizer, state_dict: Mapping[str, Any], options: LoadOptions) -> Matching:
+    """Finds for every parameter its index in the checkpoint.
 
     Args:
         optimizer: The optimizer to load into.
         state_dict: The checkpoint.
+        options: What to do with parameters that are on one side only, and new names.
 
     Returns:
-        One entry for each parameter, in the optimizer's order.
+        The matching.
 
     Raises:
-        ValueError: The two do not hold the same parameters.
+        ValueError: The two do not hold the same parameters, and the options allow no other.
     """
     saved_groups, state = state_dict["param_groups"], state_dict["state"]
     indices = [index for group in saved_groups for index in group["params"]]
+    if len(set(indices)) != len(indices):
+        raise ValueError("checkpoint lists a parameter twice in its groups: it is damaged; load another one")
     members = optimizer._members()
-    if all("param_names" in group for group in [*saved_groups, *optimizer.param_groups]):
+    by_name = all("param_names" in group for group in [*saved_groups, *optimizer.param_groups])
+    order: list[int | None]
+    left_out: list[str] = []
+    if by_name:
         saved_names = [name for group in saved_groups for name in group["param_names"]]
-        _check_names(saved_names, [name for _, name, _ in members])
-        by_name = dict(zip(saved_names, indices, strict=True))
-        order = [by_name[name] for _, name, _ in members]
+        by_new_name = _renamed(dict(zip(saved_names, indices, strict=True)), [n for _, n, _ in members], options)
+        left_out = _check_names(by_new_name, [name for _, name, _ in members], options)
+        order = [by_new_name.get(name) for _, name, _ in members]
     else:
-        sizes = [len(group["params"]) for group in saved_groups]
-        here = [len(group["params"]) for group in optimizer.param_groups]
-        if sizes != here:
-            raise ValueError(
-                f"checkpoint holds groups of {sizes} parameters, this optimizer has {here}: build it with the same "
-                "groups, or pass named parameters on both sides so that they are matched by name"
-            )
-        order = indices
-    return [
-        Incoming(group, name, p, index, state.get(index, {}))
+        _check_sizes([len(g["params"]) for g in saved_groups], optimizer, options)
+        order = list(indices)
+    incoming = [
+        Incoming(group, name, p, index, {} if index is None else state.get(index, {}))
         for (group, name, p), index in zip(members, order, strict=True)
     ]
-
-
-def group_numbers(
-    optimizer: FusedOptimizer, saved_groups: Sequence[Mapping[str, Any]], incoming: Sequence[Incoming]
-) -> list[dict[str, Any]]:
-    """The hyperparameters that each group takes over: those of the saved group that holds its parameters.
-
-    Args:
-        optimizer: The optimizer to load into.
-        saved_groups: The checkpoint's groups.
-        incoming: Its parameters, matched.
-
-    Returns:
-        Hyperparameters for each group, all checked; what the checkpoint does not know stays as it is here.
-
-    Raises:
-        ValueError: The groups are cut in another way, or a value cannot be used.
-    """
-    owner = {index: number for number, group in enumerate(saved_groups) for index in group["params"]}
-    result = []
-    for number, group in enumerate(optimizer.param_groups):
-        owners = {owner[item.index] for item in incoming if item.group is group} or {number}
-        if len(owners) != 1:
-            raise ValueError(
-                f"the parameters of one group here lie in {len(owners)} groups of the checkpoint: "
-                "build the optimizer with the same groups"
-            )
-        saved = saved_groups[owners.pop()]
-        _check_kind(optimizer, group, saved)
-        _check_coupling(optimizer, group, saved)
-        left_out = {"params", "param_names", "decoupled_weight_decay", *EXECUTION_KEYS}
-        merged = {key: value for key, value in {**group, **saved}.items() if key not in left_out}
-        optimizer._check_group(plain_numbers(merged))
-        result.append(merged)
-    return result
+    return Matching(incoming, left_out, by_name)
 
 
 def outline(value: Any) -> str:
     """What a value that is no state dict looks like, in a few words."""
-    return f"the keys {_shorten([str(key) for key in value])}" if isinstance(value, Mapping) else type(value).__name__
+    return f"the keys {shorten([str(key) for key in value])}" if isinstance(value, Mapping) else type(value).__name__
 
 
-def _check_kind(optimizer: FusedOptimizer, group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Refuses groups of another kind of optimizer: those lack what every relative of this one has."""
-    missing = [key for key in ("lr", "weight_decay", "betas", "momentum") if key in group and key not in saved]
-    if missing:
-        raise ValueError(
-            f"checkpoint holds no {missing[0]} for a group: it belongs to another optimizer than "
-            f"{type(optimizer).__name__}, or is damaged"
-        )
-
-
-def _check_coupling(optimizer: FusedOptimizer, group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Torch's Adam and AdamW keep the same tensors; one key of their groups tells how they decay."""
-    decoupled, rule = saved.get("decoupled_weight_decay"), optimizer._rule(group).name
-    coupled_here = {"adam": True, "adamw": False}.get(rule.removesuffix("_amsgrad"))
-    if None in (decoupled, coupled_here) or not saved.get("weight_decay"):
-        return
-    if decoupled is coupled_here:
-        theirs, ours = ("AdamW", "FusedAdam") if decoupled else ("Adam", "FusedAdamW")
-        raise ValueError(
-            f"checkpoint holds the state of torch's {theirs}, whose weight decay is not that of {ours}: "
-            f"use {'FusedAdamW' if decoupled else 'FusedAdam'}, or set weight_decay to 0 before saving"
-        )
-
-
-def _check_names(saved: Sequence[str], here: Sequence[str]) -> None:
-    missing, new = sorted(set(saved) - set(here)), sorted(set(here) - set(saved))
-    if missing or new:
-        raise ValueError(
-            f"checkpoint and optimizer hold different parameters: only in the checkpoint: {_shorten(missing)}; "
-            f"only in this optimizer: {_shorten(new)}; build the optimizer for the model that was saved"
-        )
-
-
-def _shorten(names: Sequence[str]) -> str:
+def shorten(names: Sequence[str]) -> str:
+    """The first names of a list, and how many more there are."""
     shown = ", ".join(names[:5]) or "none"
     return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _renamed(by_name: Mapping[str, int], here: Sequence[str], options: LoadOptions) -> dict[str, int]:
+    """The checkpoint's indices by the names that parameters have here."""
+    unused = options.unused(list(by_name))
+    if unused:
+        close = get_close_matches(unused[0].rstrip("*"), list(by_name), n=3, cutoff=0.4) or list(by_name)[:3]
+        raise ValueError(
+            f"rename: the checkpoint holds no parameter {unused[0]!r}; closest: {', '.join(close)}; "
+            "give the names of the checkpoint on the left"
+        )
+    renamed: dict[str, int] = {}
+    for name, index in by_name.items():
+        new = options.renamed(name)
+        if new in renamed:
+            raise ValueError(
+                f"rename: two parameters of the checkpoint are called {new!r} then; give each a name of its own"
+            )
+        if new != name and new not in here:
+            close = get_close_matches(new, here, n=3, cutoff=0.4) or list(here)[:3]
+            raise ValueError(
+                f"rename: {name!r} becomes {new!r}, and no parameter here is called so; closest: {', '.join(close)}"
+            )
+        renamed[new] = index
+    return renamed
+
+
+def _check_names(saved: Mapping[str, int], here: Sequence[str], options: LoadOptions) -> list[str]:
+    """Refuses parameters on one side only, unless the options let them be; returns what is left out."""
+    extra, missing = sorted(set(saved) - set(here)), sorted(set(here) - set(saved))
+    if (extra and options.extra == "refuse") or (missing and options.missing == "refuse"):
+        ways = [f'extra="leave_out" to drop {shorten(extra)}'] if extra and options.extra == "refuse" else []
+        ways += [f'missing="fresh" to start {shorten(missing)} anew'] if missing and options.missing == "refuse" else []
+        ways += ["rename={...} where they have other names"] if extra and missing else []
+        raise ValueError(
+            f"checkpoint and optimizer hold different parameters: only in the checkpoint: {shorten(extra)}; "
+            f"only in this optimizer: {shorten(missing)}; build the optimizer for the model that was saved, or set "
+            f"load_options: {', '.join(ways)}"
+        )
+    return extra
+
+
+def _check_sizes(saved: list[int], optimizer: FusedOptimizer, options: LoadOptions) -> None:
+    """Refuses what cannot be matched by order."""
+    if options.rename:
+        raise ValueError(
+            "rename has no effect: the checkpoint or this optimizer has no parameter names; "
+            "pass model.named_parameters(), or leave rename out"
+        )
+    here = [len(group["params"]) for group in optimizer.param_groups]
+    if saved != here:
+        raise ValueError(
+            f"checkpoint holds groups of {saved} parameters, this optimizer has {here}: build it with the same "
+            "groups, or pass named parameters on both sides so that they are matched by name"
+        )
