@@ -18,7 +18,11 @@ def main(cfg: DictConfig) -> dict[str, float] | None:
     # Imported late, so that --help and a misspelt word answer at once.
     from lightning_fuse.run import command
 
-    return command(cfg)
+    if not cfg.ledger:
+        return command(cfg)
+    from lightning_fuse.reports.ledger_table import show_run
+
+    return command(cfg, before=show_run)
 
 
 if __name__ == "__main__":

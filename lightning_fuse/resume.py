@@ -28,8 +28,11 @@ OVERRIDES = f"{CONFIG_FOLDER}/overrides.yaml"
 CHECKPOINT_KEYS = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step")
 # Keys that a run may change when it goes on: how it is executed, watched and ended. All others decide what it computes.
 FREE = (
-    *("kernel", "strategy", "resume", "run_folder", "logger", "data.num_workers", "callbacks.fuse.max_updates"),
-    *(f"callbacks.{name}" for name in ("monitor", "target", "progress", "best", "last")),
+    *("kernel", "strategy", "resume", "run_folder", "logger", "ledger", "data.num_workers"),
+    *(
+        f"callbacks.{name}"
+        for name in ("fuse.max_updates", "monitor", "target", "progress", "best", "last", "profile", "memory")
+    ),
     *("recipe.target", "recipe.max_steps", "recipe.module.sample_bytes"),
     *(f"trainer.{key}" for key in ("max_steps", "accelerator", "devices", "enable_progress_bar", "log_every_n_steps")),
 )

@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -112,13 +113,16 @@ def train(cfg: DictConfig, overrides: list[str] | None = None) -> dict[str, floa
     return Run(cfg, _typed() if overrides is None else overrides).fit()
 
 
-def command(cfg: DictConfig) -> dict[str, float] | None:
+def command(
+    cfg: DictConfig, before: Callable[[dict[str, Any], L.LightningModule], None] | None = None
+) -> dict[str, float] | None:
     """``train`` for the command line: what the user can mend is one line without a traceback.
 
     ``HYDRA_FULL_ERROR=1`` shows the traceback all the same.
 
     Args:
         cfg: As Hydra composed it.
+        before: Called with the resolved configuration and the recipe before anything is written, on rank 0.
 
     Returns:
         The last value of every logged metric; None in a multirun for a combination that was refused, so that the others
@@ -135,6 +139,8 @@ def command(cfg: DictConfig) -> dict[str, float] | None:
                 "cannot be; use strategy=auto, or one command per run"
             )
         run = Run(cfg, _typed())
+        if before is not None:
+            rank_zero_only(before)(resolved(run.cfg), run.module)
     except USER_ERRORS as error:
         _forget_folder(Path(HydraConfig.get().runtime.output_dir))
         _give_up(error, code=2)

@@ -1,0 +1,225 @@
+"""Memory traffic and launches of one optimizer step, by the path that executes it.
+
+Traffic is derived, not measured: a path is a list of passes over memory, a pass reads and writes operands, and an
+operand has bytes per element. What a cache keeps between two passes is not taken off, so small models see less.
+
+Launches are what a step costs before it moves a byte. On a CPU, calls of an operator; on a GPU, kernels, for torch's
+multi-tensor paths by the limits of its launcher (``MultiTensorApply.cuh``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from lightning_fuse.reports.ledger import Setup
+from lightning_fuse.reports.ledger_kinds import BLOCK, BNB_BLOCK, FORMATS, MASTERS, PRECISIONS, WIDTH
+
+# Tensors per launch of torch's multi-tensor kernels, by the number of tensor lists that a kernel walks.
+TENSORS_PER_LAUNCH = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
+TENSORS_WITH_SCALARS = 96  # one list, and a number for each tensor
+BLOCKS_PER_LAUNCH = 320
+CHUNK = 65536  # elements per block
+
+OURS_PER_STEP = {"cpu": 1, "cuda": 4}  # native call; kernels at most, however many parameters there are
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass over memory.
+
+    Attributes:
+        what: In a few words.
+        reads: Operands read, by name.
+        writes: Operands written.
+    """
+
+    what: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+
+    def nbytes(self, widths: Mapping[str, float]) -> float:
+        """Bytes per element that it moves."""
+        return sum(widths[name] for name in (*self.reads, *self.writes))
+
+
+@dataclass(frozen=True)
+class Path:
+    """One way to execute the step.
+
+    Attributes:
+        name: What the table calls it.
+        passes: In order.
+        widths: Operand to bytes per element.
+    """
+
+    name: str
+    passes: tuple[Pass, ...]
+    widths: Mapping[str, float]
+
+    @property
+    def bytes_per_element(self) -> float:
+        """Bytes read and written per element."""
+        return sum(one.nbytes(self.widths) for one in self.passes)
+
+
+@dataclass(frozen=True)
+class Launches:
+    """Launches of one step.
+
+    Attributes:
+        path: Its name.
+        cpu: Operator calls on a CPU.
+        cuda: Kernels on a GPU.
+    """
+
+    path: str
+    cpu: int
+    cuda: int
+
+
+# torch's AdamW, operation by operation, for one tensor (without amsgrad, capturable or maximize).
+TORCH_ADAMW = (
+    Pass("p *= 1 - lr * decay", ("p",), ("p",)),
+    Pass("m = lerp(m, g)", ("m", "g"), ("m",)),
+    Pass("v *= beta2", ("v",), ("v",)),
+    Pass("v += (1 - beta2) * g * g", ("v", "g"), ("v",)),
+    Pass("d = sqrt(v)", ("v",), ("d",)),
+    Pass("d / correction", ("d",), ("d",)),
+    Pass("d += eps", ("d",), ("d",)),
+    Pass("p -= step_size * m / d", ("p", "m", "d"), ("p",)),
+)
+# Most tensors per launch of each of them as a foreach kernel: it walks its inputs and, where not in place, the output.
+TORCH_ADAMW_LIMITS = (*(TENSORS_PER_LAUNCH[lists] for lists in (1, 2, 1, 3, 2)), TENSORS_WITH_SCALARS, 110, 48)
+
+# The acts of a step before the update, as separate passes over the gradients and as ours.
+SEPARATE_ACTS = (
+    Pass("unscale and check", ("g",), ("g",)),
+    Pass("norm", ("g",), ()),
+    Pass("clip", ("g",), ("g",)),
+)
+OUR_ACTS = (Pass("verdict: norm and finiteness", ("g",), ()),)
+
+
+def separate_loops(moments: Sequence[str]) -> tuple[Pass, ...]:
+    """A step as a textbook writes it: one loop per moment, then one over the parameters."""
+    of_moments = (Pass(f"update {m}", (m, "g"), (m,)) for m in moments)
+    return (*of_moments, Pass("update p", ("p", *(moments or ("g",))), ("p",)))
+
+
+def one_pass(moments: Sequence[str], extra: Sequence[str] = ()) -> tuple[Pass, ...]:
+    """A fused step: everything is read once and written once; gradients are only read."""
+    kept = (*moments, *extra)
+    return (Pass("read, update, write", ("p", "g", *kept), ("p", *kept)),)
+
+
+def update_paths(setup: Setup) -> list[Path]:
+    """The ways to execute the update that a setup's optimizer stands for.
+
+    Args:
+        setup: The choices; bytes are those of a matrix with long rows.
+
+    Returns:
+        Separate loops and one pass with float32 state, the same in the setup's own state, and for AdamW torch's
+        operations one by one.
+    """
+    kept = WIDTH[PRECISIONS[setup.precision]]
+    moments = [_letter(index) for index, _ in enumerate(setup.moments)]
+    plain: dict[str, float] = {"p": kept, "g": kept, "d": 4, **dict.fromkeys(moments, 4)}
+    paths = [
+        Path("separate loops, fp32 state", separate_loops(moments), plain),
+        Path("one fused pass, fp32 state", one_pass(moments), plain),
+    ]
+    if setup.optimizer.startswith("adamw") and not setup.amsgrad:
+        in_dtype = {**dict.fromkeys(plain, float(kept))}
+        paths.insert(0, Path("torch's operations one by one", TORCH_ADAMW, in_dtype))
+    if setup.state != "fp32" or setup.master != "none":
+        own, master = _widths(setup, moments), MASTERS[setup.master]
+        extra = [] if master is None else [master[0]]
+        label = f"one fused pass, {setup.state} state" + (f", {setup.master} master" if extra else "")
+        paths.append(Path(label, one_pass(moments, extra), {**plain, **own}))
+    return paths
+
+
+def step_paths(setup: Setup) -> list[Path]:
+    """The whole step, unscaling, check and clipping included: as separate acts, and as the step contract.
+
+    Args:
+        setup: The choices.
+
+    Returns:
+        Two paths, both with the last, fused update of ``update_paths``.
+    """
+    update = update_paths(setup)[-1]
+    return [
+        Path("separate acts, fused update", (*SEPARATE_ACTS, *update.passes), update.widths),
+        Path("the step contract", (*OUR_ACTS, *update.passes), update.widths),
+    ]
+
+
+def launches(sizes: Sequence[int]) -> list[Launches]:
+    """Launches of one AdamW step.
+
+    Args:
+        sizes: Elements of each tensor.
+
+    Returns:
+        torch's loop, foreach and fused, bitsandbytes, ours. On a CPU torch's foreach is a loop inside, and the counter
+        of each tensor is one more operation, for its fused step, too; on a GPU the counters of the first two stay on
+        the CPU and are no kernels.
+    """
+    tensors, operations = len(sizes), len(TORCH_ADAMW)
+    foreach = sum(multi_tensor_launches(sizes, limit) for limit in TORCH_ADAMW_LIMITS)
+    return [
+        Launches("torch, loop", cpu=tensors * (operations + 1), cuda=tensors * operations),
+        Launches("torch, foreach", cpu=tensors * (operations + 1), cuda=foreach),
+        Launches(
+            "torch, fused",
+            cpu=tensors + 1,
+            cuda=multi_tensor_launches([1] * tensors, TENSORS_PER_LAUNCH[1])
+            + multi_tensor_launches(sizes, TENSORS_PER_LAUNCH[4]),
+        ),
+        Launches("bitsandbytes", cpu=tensors, cuda=tensors),
+        Launches("ours", cpu=OURS_PER_STEP["cpu"], cuda=OURS_PER_STEP["cuda"]),
+    ]
+
+
+def multi_tensor_launches(sizes: Sequence[int], limit: int) -> int:
+    """Kernels that torch's multi-tensor launcher needs.
+
+    Args:
+        sizes: Elements of each tensor; empty ones are left out.
+        limit: Most tensors per launch.
+
+    Returns:
+        Launches: a new one starts where the tensors or the blocks of one are used up.
+    """
+    count = held = blocks = 0
+    for size in (size for size in sizes if size):
+        held += 1
+        chunks = ceil(size / CHUNK)
+        for chunk in range(chunks):
+            blocks += 1
+            last = chunk == chunks - 1
+            full = held == limit and last
+            if full or blocks == BLOCKS_PER_LAUNCH:
+                count += 1
+                blocks = 0
+                held = 0 if last else 1
+    return count + (1 if blocks else 0)
+
+
+def _letter(index: int) -> str:
+    return ("m", "v", "w")[index]
+
+
+def _widths(setup: Setup, moments: Sequence[str]) -> dict[str, float]:
+    """Bytes per element of a long row, scales included."""
+    widths: dict[str, float] = {}
+    for letter, moment in zip(moments, setup.moments, strict=True):
+        codec = FORMATS[setup.state][0 if moment.signed else 1]
+        block = BNB_BLOCK if setup.kind.family == "bnb" else BLOCK
+        widths[letter] = 1 + 4 / block if codec == "int8" else WIDTH[codec]
+    master = MASTERS[setup.master]
+    return widths if master is None else {**widths, master[0]: WIDTH[master[1]]}

@@ -1,0 +1,223 @@
+"""The words of the ledger, its command, and ``train.py ledger=true``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hydra.utils import instantiate
+
+from lightning_fuse.config import choice_of, obstacle, optimizer_factory, resolved
+from lightning_fuse.formats import MASTERS, STATE_FORMATS
+from lightning_fuse.reports.ledger import counted, ledger_of
+from lightning_fuse.reports.ledger_table import (
+    batch_section,
+    gradient_section,
+    of_tensors,
+    plain,
+    scaled_gradient,
+    size,
+)
+from lightning_fuse.reports.ledger_words import parse, setup_of, whole
+from lightning_fuse.run import PARAMETER_DTYPES
+from lightning_fuse.step import LossScale, StepContract
+from scripts.ledger import main
+from tests.composing import ROOT, SMALL, composed
+from tests.tolerances import WORKED_EXAMPLE
+
+RECIPES = sorted(path.stem for path in (ROOT / "conf" / "recipe").glob("*.yaml"))
+
+
+# Every recipe's model, in every format and master.
+
+
+def choices(recipe: str) -> Iterator[tuple[str, ...]]:
+    for state in STATE_FORMATS:
+        for master in MASTERS:
+            yield f"recipe={recipe}", f"state={state}", f"master={master}", "precision=bf16-true"
+        yield f"recipe={recipe}", f"state={state}", "master=none", "precision=32-true"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_state_of_every_recipe_is_predicted_to_the_byte(recipe: str) -> None:
+    for words in choices(recipe):
+        cfg = composed(*words)
+        assert obstacle(choice_of(cfg)) is None
+        model = instantiate(cfg.model)
+        module = instantiate(cfg.recipe.module, _partial_=True)(
+            model, optimizer_factory(cfg), instantiate(cfg.schedule)
+        )
+        ledger = ledger_of(counted(module, module.optimizer_groups()), setup_of(resolved(cfg)))
+        module.to(PARAMETER_DTYPES.get(cfg.precision, torch.float32))
+        optimizer = module.optimizer_factory(module.optimizer_groups())
+        for p in module.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        tensors = [(key, t) for state in optimizer.state.values() for key, t in state.items()]
+        measured: dict[str, int] = {}
+        for key, tensor in tensors:
+            measured[key] = measured.get(key, 0) + tensor.nbytes
+        regions = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for _, t in tensors}
+        assert ledger.state == measured == optimizer.state_bytes(), words
+        assert ledger.allocated == sum(regions.values()), words
+        assert ledger.parameters == ledger.gradients == sum(p.nbytes for p in module.parameters())
+
+
+# The worked example of a loss scale.
+
+
+def test_a_small_gradient_at_a_loss_scale_is_whole_again_before_clipping() -> None:
+    assert scaled_gradient(2e-8, 32768) == pytest.approx(6.5536e-4, rel=1e-12)
+    rows = gradient_section(2e-8, 32768).rows
+    assert [row[1] for row in rows] == ["2e-08", "0.00065536", "2e-08"]
+    assert rows[0][2] == "lost: rounds to 0"
+    assert float(torch.tensor(2e-8, dtype=torch.float16)) == 0.0
+    weight = torch.nn.Parameter(torch.ones(1))
+    contract = StepContract(loss_scale=LossScale(32768.0))
+    contract.scale((2e-8 * weight).sum()).backward()
+    assert float(weight.grad) == pytest.approx(6.5536e-4, rel=WORKED_EXAMPLE)
+    contract.step(torch.optim.SGD([weight], lr=1.0), clip_norm=1e-8)
+    [outcome] = contract.settle()
+    assert outcome.grad_norm == pytest.approx(2e-8, rel=WORKED_EXAMPLE)
+    assert outcome.clip_coef == pytest.approx(1e-8 / (2e-8 + 1e-6), rel=1e-5)  # torch's formula, in unscaled units
+
+
+# Words.
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("1e9", 10**9), ("1_000_000", 10**6), ("7B", 7 * 10**9), ("1.5M", 1_500_000), ("12", 12), ("2.5e3", 2500)],
+)
+def test_numbers_as_people_write_them(text: str, number: int) -> None:
+    assert whole("params", text) == number
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "1.5", "x", "1e", "", "1e-3", "0.0001M0", "nan"])
+def test_what_is_no_number_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"params=.* is no whole number from 1; write for instance"):
+        whole("params", text)
+
+
+def test_words_are_read() -> None:
+    asked = parse(["params=1e8", "state=int8", "shards=4", "tensors=12", "activations=3e6", "devices=4"])
+    assert (asked.parameters, asked.tensors, asked.activations) == (10**8, 12, 3 * 10**6)
+    assert (asked.setup.state, asked.setup.shards, asked.batch) == ("int8", 4, {"devices": 4})
+    asked = parse(["recipe=byte_lm", "model=medium", "state=int8", "shards=2"])
+    assert (asked.rest, asked.shards) == (["model=medium", "state=int8"], 2)
+    assert parse(["module=torch.nn:Linear", "momentum=0", "optimizer=sgd_fused"]).setup.moments == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["params=1e9", "parms=3"], "unknown key 'parms'; known: .*did you mean 'params'"),
+        (["params=1e9", "state"], "'state' is no key=value; possible keys: params"),
+        (["params=1", "params=2"], "params is given twice"),
+        (["state=int8"], "nothing to count; give one of params="),
+        (["params=1", "recipe=digits"], "params and recipe; give one of"),
+        (["recipe=digits", "tensors=3"], "tensors=3 goes with params alone"),
+        (["params=1", "amsgrad=1"], "amsgrad=1: give true or false"),
+        (["params=1", "loss_scale=3"], "loss_scale alone says nothing"),
+        (["params=1", "momentum=x"], "momentum=x is no number"),
+    ],
+)
+def test_bad_words_are_refused(words: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse(words)
+
+
+def test_sizes_have_decimal_and_binary_units() -> None:
+    assert size(16 * 10**9) == "16 GB (14.9 GiB)"
+    assert size(800 * 10**6) == "800 MB (762.9 MiB)"
+    assert size(2048) == "2.048 kB (2 KiB)"
+    assert size(8) == "8 B"
+
+
+# Commands.
+
+
+def ledger_py(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "COLUMNS": "160"}
+    command = [sys.executable, str(ROOT / "scripts" / "ledger.py"), *words]
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+
+
+def test_the_command_of_the_issue(tmp_path: Path) -> None:
+    done = ledger_py("params=1e9", "precision=bf16-true", "master=fp32", "state=fp32", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "16 GB (14.9 GiB)" in done.stdout
+    assert "not counted: activations" in done.stdout
+    refused = ledger_py("params=1e9", "state=int9", folder=tmp_path)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("refused: unknown state format 'int9'; known: bf16, fp32, int8")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_ledger_of_numbers_needs_no_torch(run_python: Callable) -> None:
+    code = (
+        "import sys, runpy\n"
+        f"sys.argv = ['ledger.py', 'params=1e9', 'state=int8', 'devices=4']\n"
+        f"try:\n    runpy.run_path({str(ROOT / 'scripts' / 'ledger.py')!r}, run_name='__main__')\n"
+        "except SystemExit as done:\n    print(done.code)\n"
+        "print(sorted({'torch', 'lightning', 'hydra'} & {name.split('.')[0] for name in sys.modules}))\n"
+    )
+    process = run_python("-c", code)
+    assert process.stdout.splitlines()[-2:] == ["0", "[]"], process.stdout + process.stderr
+
+
+def test_any_importable_module_and_a_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "mine.py").write_text("import torch\ndef build():\n    return torch.nn.Linear(1000, 10)\n")
+    assert main(["module=mine:build", "state=int8"]) == 0
+    assert "10,010 parameters: adamw_fused, state=int8" in capsys.readouterr().out
+    assert main(["recipe=byte_lm", "model=medium", "precision=bf16-true", "master=split"]) == 0
+    shown = capsys.readouterr().out
+    assert "adamw_fused, state=fp32, master=split" in shown
+    assert "master weights" in shown
+    for word, message in (
+        ("module=torch.nn", "give PACKAGE.MODULE:FACTORY"),
+        ("module=torch.nn:Linea", "torch.nn has no Linea"),
+        ("module=torch:manual_seed", "missing"),
+        ("module=nowhere:x", "No module named 'nowhere'"),
+        ("recipe=byte_lmm", "byte_lm"),
+    ):
+        assert main([word]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["recipe=byte_lm", "model=tiny", "sate=int8"]) == 2
+    assert "sate" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_train_py_prints_the_ledger_and_trains(tmp_path: Path) -> None:
+    environment = {**os.environ, "COLUMNS": "160"}
+    command = [sys.executable, str(ROOT / "train.py"), *SMALL, "ledger=true", "state=int8"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    printed, trained = done.stdout.index("counted in all"), done.stdout.index("lightning_fuse run")
+    assert printed < trained
+    assert list(tmp_path.glob("runs/**/summary.json"))
+
+
+def test_plain_text_says_the_same() -> None:
+    cfg = composed("recipe=digits", "state=int8")
+    module = instantiate(cfg.recipe.module, _partial_=True)(
+        instantiate(cfg.model), optimizer_factory(cfg), instantiate(cfg.schedule)
+    )
+    tensors = counted(module, module.optimizer_groups())
+    text = plain([*of_tensors(tensors, ledger_of(tensors, setup_of(resolved(cfg))), 10**6), batch_section({})])
+    for part in ("exp_avg scales", "peak of a step", "one fused pass, int8 state", "torch, foreach", "not counted"):
+        assert part in text
