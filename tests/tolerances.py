@@ -37,6 +37,16 @@ def rule_bound(settings: dict[str, Any], steps: int, size: float, ratio: float) 
     return steps * U * (of_theta + settings["lr"] * of_update)
 
 
+def contract_bound(settings: dict[str, Any], steps: int, size: float) -> float:
+    """Largest distance of two trainings by AdamW with clipping whose gradients do not depend on the weights.
+
+    Both sides err by the rule's bound. Their clip coefficients differ by less than 32 U (torch sums hundreds of float32
+    squares, pairwise), and so do m and sqrt(v); |g| / sqrt(v_hat) is at most 1 / sqrt(1 - beta2).
+    """
+    ratio = (1 - settings["betas"][1]) ** -0.5
+    return 2 * rule_bound(settings, steps, size, ratio) + steps * settings["lr"] * ratio * 2 * 32 * U
+
+
 WORKED_EXAMPLE = 1e-6  # the issue's figure; one float32 step of size 1 errs by 6 U = 4e-7 at most
 
 # Codes, one step of the root each: |root(x') - root(x)| <= step, so |x' - x| <= (root + step)^n - root^n. The factor
