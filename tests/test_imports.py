@@ -46,7 +46,7 @@ OUTSIDE = {
     "records": set(),
     "plugins": {"torch", "lightning"},
     "callbacks": {"torch", "lightning", "numpy", "rich", "torchdata", "torchmetrics"},
-    "reports": {"numpy", "rich"},
+    "reports": {"matplotlib", "numpy", "rich"},
 }
 ONLY_IN = {"triton": "kernels/gpu", "ctypes": "kernels/cpu"}
 
