@@ -69,6 +69,10 @@ class ByteLM(Recipe):
         self.log("val/loss", self.val_loss, prog_bar=True)
         self.log("val/bits_per_byte", self.val_bits)
 
+    def count_tokens(self, batch: Tensor) -> int:
+        """Bytes that a batch of windows predicts."""
+        return batch[:, 1:].numel()
+
     def on_train_start(self) -> None:
         """Starts the clock of the throughput."""
         self._last_end = perf_counter()
@@ -80,7 +84,7 @@ class ByteLM(Recipe):
     def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
         """Counts the batch, and logs the throughput since the last log."""
         now = perf_counter()
-        self.throughput.update(batch[:, 1:].numel(), now - self._last_end)
+        self.throughput.update(self.count_tokens(batch), now - self._last_end)
         self._last_end = now
         if (batch_idx + 1) % self.trainer.log_every_n_steps == 0:
             self.log("train/tokens_per_s", self.throughput.compute(), prog_bar=True)

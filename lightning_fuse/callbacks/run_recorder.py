@@ -23,11 +23,13 @@ from lightning_fuse.callbacks.run_clocks import RunClocks
 from lightning_fuse.callbacks.run_result import (
     BestValue,
     median,
+    optimizer_share,
     peak_gpu_bytes,
     peak_memory_bytes,
     show_table,
     summarize_optimizers,
     target_record,
+    target_records,
 )
 from lightning_fuse.callbacks.step_monitor import PROGRESS_NAMES, is_turn
 from lightning_fuse.records import (
@@ -255,10 +257,12 @@ class RunRecorder(Callback):
             peak_gpu_bytes=peak_gpu_bytes(),
             tokens_per_s=median(self._tokens_per_s),
             optimizer_ms=median(self._step_ms),
+            optimizer_share=optimizer_share(trainer, self._step_ms, self.clocks.train.seconds),
             train_seconds=self.clocks.train.seconds,
             validation_seconds=self.clocks.validation.seconds,
             wall_seconds=self.clocks.wall.seconds,
             target=target_record(trainer),
+            targets=target_records(trainer),
             best=self.best.record(trainer),
             run_folder=str(self.folder.path),
         )

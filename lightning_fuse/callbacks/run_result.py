@@ -135,6 +135,12 @@ def target_record(trainer: pl.Trainer) -> dict[str, Any] | None:
     return None if first is None else first.record()
 
 
+def target_records(trainer: pl.Trainer) -> list[dict[str, Any]]:
+    """What all TimeToTargets of a trainer say, where they have more than one target together."""
+    records = [r for callback in trainer.callbacks if isinstance(callback, TimeToTarget) for r in callback.records()]  # type: ignore[attr-defined]
+    return records if len(records) > 1 else []
+
+
 def _first_target(trainer: Any) -> TimeToTarget | None:
     return next((callback for callback in trainer.callbacks if isinstance(callback, TimeToTarget)), None)
 
@@ -159,6 +165,23 @@ def peak_gpu_bytes() -> int | None:
 def median(values: Sequence[float]) -> float | None:
     """The middle value, or None of nothing."""
     return statistics.median(values) if values else None
+
+
+def optimizer_share(trainer: pl.Trainer, step_ms: Sequence[float], train_seconds: float) -> float | None:
+    """The share of training that optimizer steps took, or None where their host time is not their time.
+
+    Args:
+        trainer: Whose.
+        step_ms: Milliseconds of every optimizer step.
+        train_seconds: Time spent training.
+
+    Returns:
+        From 0 to 1.
+    """
+    parameters = (p for o in trainer.optimizers for group in o.param_groups for p in group["params"])
+    if not step_ms or train_seconds <= 0 or any(p.device.type != "cpu" for p in parameters):
+        return None
+    return min(1.0, sum(step_ms) / 1e3 / train_seconds)
 
 
 def show_table(summary: RunSummary) -> None:

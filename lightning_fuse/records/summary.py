@@ -71,10 +71,14 @@ class RunSummary:
         peak_gpu_bytes: The most memory that torch held on a GPU.
         tokens_per_s: Median of the metric ``train/tokens_per_s``.
         optimizer_ms: Median milliseconds of an optimizer step.
+        optimizer_share: Share of ``train_seconds`` that optimizer steps took, from 0 to 1; None on a GPU, where the
+            host's time is not the step's (``callbacks=profile`` says it there).
         train_seconds: Time spent training, validation and downtime left out.
         validation_seconds: Time spent in validation.
         wall_seconds: Time inside ``fit``, all of the run's processes together, downtime left out.
-        target: ``{metric, mode, target, reached, train_seconds, wall_seconds, updates}`` of TimeToTarget.
+        target: ``{metric, mode, target, reached, train_seconds, wall_seconds, updates, value, samples, tokens}`` of
+            TimeToTarget.
+        targets: The same for each of its targets, the easiest first; empty where there is one alone.
         best: ``{metric, mode, value, step, checkpoint}``.
         last_checkpoint: The checkpoint that a resume goes on from.
         run_folder: Where the records are.
@@ -92,10 +96,12 @@ class RunSummary:
     peak_gpu_bytes: int | None = None
     tokens_per_s: float | None = None
     optimizer_ms: float | None = None
+    optimizer_share: float | None = None
     train_seconds: float | None = None
     validation_seconds: float | None = None
     wall_seconds: float | None = None
     target: dict[str, Any] | None = None
+    targets: list[dict[str, Any]] = field(default_factory=list)
     best: dict[str, Any] | None = None
     last_checkpoint: str | None = None
     run_folder: str = ""
@@ -177,7 +183,9 @@ def _cost_rows(summary: RunSummary) -> list[tuple[str, str]]:
     if summary.tokens_per_s is not None:
         rows.append(("tokens/s", f"{summary.tokens_per_s:,.0f}"))
     if summary.optimizer_ms is not None:
-        rows.append(("ms per optimizer step", f"{summary.optimizer_ms:.2f} (median)"))
+        share = summary.optimizer_share
+        of_all = "" if share is None else f", {100 * share:.1f} % of the training time"
+        rows.append(("ms per optimizer step", f"{summary.optimizer_ms:.2f} (median){of_all}"))
     if summary.train_seconds is not None and summary.wall_seconds is not None:
         train, validation, wall = summary.train_seconds, summary.validation_seconds or 0.0, summary.wall_seconds
         rows.append(("seconds", f"{train:.1f} training, {validation:.1f} validation, {wall:.1f} in all"))
@@ -186,8 +194,8 @@ def _cost_rows(summary: RunSummary) -> list[tuple[str, str]]:
 
 def _quality_rows(summary: RunSummary) -> list[tuple[str, str]]:
     rows = []
-    if summary.target is not None:
-        rows.append(("to target", _target(summary.target)))
+    only = [] if summary.target is None else [summary.target]
+    rows += [("to target", _target(target)) for target in summary.targets or only]
     if summary.best is not None:
         best = summary.best
         if best.get("value") is not None:
@@ -202,7 +210,8 @@ def _target(target: Mapping[str, Any]) -> str:
     if not target["reached"]:
         return f"{label} was not reached"
     seconds = f"{target['train_seconds']:.1f} s of training ({target['wall_seconds']:.1f} s in all)"
-    return f"{label} after {seconds}, {target['updates']:,} updates"
+    seen = next((f", {target[unit]:,} {unit}" for unit in ("tokens", "samples") if target.get(unit)), "")
+    return f"{label} after {seconds}, {target['updates']:,} updates{seen}"
 
 
 def _skips(skips: Mapping[str, int]) -> str:

@@ -96,6 +96,9 @@ def test_a_run_leaves_everything(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert summary.loss_scale == 256
     assert summary.tokens_per_s == 105
     assert summary.optimizer_ms > 0
+    measured = sum(row["optimizer_ms"] for row in rows) / 1e3
+    assert summary.optimizer_share == pytest.approx(measured / summary.train_seconds, rel=1e-6)
+    assert 0 < summary.optimizer_share < 1
     assert summary.target["updates"] == 3
     assert summary.best["step"] == 8
     assert Path(summary.best["checkpoint"]).name.startswith("best")

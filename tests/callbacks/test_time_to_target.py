@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.loggers import Logger
 
 from lightning_fuse.callbacks import Fuse, TimeToTarget
 from lightning_fuse.callbacks.run_clocks import RunClocks, Stopwatch
+from lightning_fuse.callbacks.target_history import BatchCounter
 from tests.cases import Four, batches, one_bad, quiet_trainer
 
 STEP, VALIDATION = 0.01, 0.03  # seconds that the task below sleeps per batch
@@ -45,7 +47,7 @@ def test_the_first_validation_that_reaches_it_is_recorded_once() -> None:
     assert timer.record() == {
         "metric": "val/loss", "mode": "min", "target": 0.965, "reached": True,
         "train_seconds": reached.train_seconds, "wall_seconds": reached.wall_seconds,
-        "updates": 4, "value": reached.value,
+        "updates": 4, "value": reached.value, "samples": 4, "tokens": None,
     }  # fmt: skip
 
 
@@ -172,6 +174,8 @@ def test_a_metric_that_nobody_logs_is_named() -> None:
         ({"mode": "least"}, "unknown mode 'least'; known: min, max"),
         ({"metric": ""}, "metric is empty; give the name"),
         ({"target": math.nan}, "target=nan is not a finite number; give"),
+        ({"targets": [math.inf]}, "target=inf is not a finite number; give"),
+        ({"targets": [2.5, 2.0], "target": 2.5}, "2.5 is there twice; name it once"),
     ],
 )
 def test_bad_settings(arguments: dict[str, Any], message: str) -> None:
@@ -187,6 +191,102 @@ def test_several_targets_side_by_side(tmp_path: Path) -> None:
     again, other = TimeToTarget(target=0.965), TimeToTarget(target=0.925)
     fit(again, other, resume=path, max_epochs=3)
     assert (again.reached, other.reached) == (near.reached, far.reached)
+
+
+class Wordy(Slow):
+    """Counts seven tokens in every sample."""
+
+    def count_tokens(self, batch: torch.Tensor) -> int:
+        return 7
+
+
+def test_several_targets_of_one_callback_over_a_resume(tmp_path: Path) -> None:
+    path = tmp_path / "saved.ckpt"
+    whole = TimeToTarget(target=0.93, targets=[0.97, 0.89, 0.5])
+    first = TimeToTarget(target=0.93, targets=[0.97, 0.89, 0.5])
+    second = TimeToTarget(target=0.93, targets=[0.97, 0.89, 0.5])
+    for timer, epochs, resume in ((whole, 4, None), (first, 2, None), (second, 4, path)):
+        trainer = quiet_trainer(Fuse(), timer, max_epochs=epochs)
+        trainer.fit(Wordy(), batches(1, 1, 1, 1), batches(1), ckpt_path=resume, weights_only=resume and True)
+        if timer is first:
+            trainer.save_checkpoint(path)
+    for timer in (whole, second):
+        records = timer.records()
+        assert [(r["target"], r.get("updates"), r.get("samples"), r.get("tokens")) for r in records] == [
+            (0.97, 4, 4, 28), (0.93, 8, 8, 56), (0.89, 12, 12, 84), (0.5, None, None, None),
+        ]  # fmt: skip
+        assert timer.record() == records[1]
+        times = [r["train_seconds"] for r in records[:3]]
+        assert times == sorted(times)
+        assert all(r["wall_seconds"] > r["train_seconds"] for r in records[:3])
+        assert (timer.batches.samples, timer.batches.tokens) == (16, 112)
+    assert second.records()[:2] == first.records()[:2]
+
+
+def test_a_target_named_after_it_was_reached_gets_its_true_time(tmp_path: Path) -> None:
+    path = tmp_path / "saved.ckpt"
+    first = TimeToTarget(target=0.93)
+    fit(first, max_epochs=2).save_checkpoint(path)
+    other, more = TimeToTarget(target=0.965), TimeToTarget(target=0.93, targets=[0.965])
+    for timer in (other, more):
+        fit(timer, resume=path, max_epochs=3)
+        assert timer.record(0.965) == {**first.record(0.965)}
+        assert timer.record(0.965)["updates"] == 4
+    elsewhere = TimeToTarget("val/other", target=0.965)  # clocks alone, no results of another metric
+    with pytest.warns(UserWarning, match="logs no metric"):
+        fit(elsewhere, resume=path, max_epochs=3)
+    assert elsewhere.reached is None
+    assert elsewhere.train_seconds > first.train_seconds
+
+
+def test_a_checkpoint_of_before_the_history_is_still_read() -> None:
+    timer = TimeToTarget(target=0.93)
+    reached = {"train_seconds": 1.0, "wall_seconds": 2.0, "updates": 4, "value": 0.92}
+    timer.load_state_dict({"clocks": {"train": 3.0, "validation": 1.0, "wall": 5.0}, "updates": 9, "reached": reached})
+    assert timer.record() == {
+        "metric": "val/loss", "mode": "min", "target": 0.93, "reached": True,
+        **reached, "samples": None, "tokens": None,
+    }  # fmt: skip
+    assert timer.batches.samples is None  # unknown stays unknown
+
+
+@pytest.mark.parametrize(
+    ("batch", "size"),
+    [
+        (torch.zeros(5, 3), 5),
+        ((torch.zeros(4), torch.zeros(9)), 4),
+        ({"name": "x", "image": torch.zeros(3, 2)}, 3),
+        ([[torch.zeros(6)], 1], 6),
+        ("words", None),
+    ],
+)
+def test_samples_of_a_batch(batch: Any, size: int | None) -> None:
+    counter = BatchCounter()
+    counter.add(torch.nn.Linear(1, 1), batch, ranks=2)
+    assert counter.samples == (None if size is None else 2 * size)
+    assert counter.tokens is None
+
+
+def test_figures_of_every_target_reach_the_loggers() -> None:
+    class Kept(Logger):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: dict[str, float] = {}
+
+        name = property(lambda self: "kept")
+        version = property(lambda self: 0)
+
+        def log_hyperparams(self, *_: Any, **__: Any) -> None:
+            pass
+
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            self.seen.update(metrics)
+
+    logger = Kept()
+    trainer = quiet_trainer(Fuse(), TimeToTarget(target=0.93, targets=[0.97]), max_epochs=2, logger=logger)
+    trainer.fit(Wordy(), batches(1, 1, 1, 1), batches(1))
+    assert (logger.seen["target/val/loss/updates"], logger.seen["target/val/loss/0.97/updates"]) == (8, 4)
+    assert (logger.seen["target/val/loss/tokens"], logger.seen["target/val/loss/samples"]) == (56, 8)
 
 
 def test_stopwatch_never_goes_backwards(monkeypatch: pytest.MonkeyPatch) -> None:

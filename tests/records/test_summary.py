@@ -30,6 +30,7 @@ FULL = RunSummary(
     peak_memory_bytes=3 * 2**29,
     tokens_per_s=18_432.4,
     optimizer_ms=0.512,
+    optimizer_share=0.0128,
     train_seconds=40.0,
     validation_seconds=2.0,
     wall_seconds=43.0,
@@ -61,7 +62,7 @@ def test_the_table_says_everything() -> None:
     assert table["master weights"] == "none"
     assert table["peak memory"] == "1.5 GiB of the process"
     assert table["tokens/s"] == "18,432"
-    assert table["ms per optimizer step"] == "0.51 (median)"
+    assert table["ms per optimizer step"] == "0.51 (median), 1.3 % of the training time"
     assert table["to target"] == "val/loss <= 2 after 37.0 s of training (39.5 s in all), 900 updates"
     assert table["best"] == "val/loss 1.9000 at step 1,000"
     assert table["best checkpoint"] == "runs/1/best.ckpt"
@@ -83,6 +84,19 @@ def test_a_target_that_was_not_reached() -> None:
     target = {"metric": "val/acc", "mode": "max", "target": 0.97, "reached": False}
     summary = RunSummary(status="interrupted", target=target, loss_scale=math.inf)
     assert dict(summary_table(summary))["to target"] == "val/acc >= 0.97 was not reached"
+
+
+def test_several_targets_and_what_was_seen() -> None:
+    reached = {"reached": True, "train_seconds": 3.0, "wall_seconds": 4.0, "updates": 50}
+    near = {"metric": "val/loss", "mode": "min", "target": 2.5, **reached, "tokens": 51_200, "samples": 400}
+    far = {"metric": "val/loss", "mode": "min", "target": 2.0, "reached": False}
+    rows = summary_table(RunSummary(status="finished", target=far, targets=[near, far]))
+    assert [text for label, text in rows if label == "to target"] == [
+        "val/loss <= 2.5 after 3.0 s of training (4.0 s in all), 50 updates, 51,200 tokens",
+        "val/loss <= 2 was not reached",
+    ]
+    near["tokens"] = None
+    assert dict(summary_table(RunSummary(status="finished", target=near)))["to target"].endswith(", 400 samples")
 
 
 def test_bad_input(tmp_path: Path) -> None:

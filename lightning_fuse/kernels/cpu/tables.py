@@ -20,8 +20,7 @@ RULE_IDS = {
     )
 }
 CODEC_IDS = {
-    name: number
-    for number, name in enumerate(("fp32", "bf16_signed", "bf16_unsigned", "int8_signed", "int8_unsigned"))
+    name: number for number, name in enumerate(("fp32", "bf16_signed", "bf16_unsigned", "int8_signed", "int8_unsigned"))
 }
 MASTER_IDS = {"none": 0, "fp32": 1, "split": 2, "split8": 3}
 DTYPE_IDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
