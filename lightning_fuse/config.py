@@ -82,6 +82,10 @@ def check(cfg: DictConfig) -> None:
         Refusal: It cannot run, or a choice would be ignored; the message says what works.
     """
     _check_words(cfg)
+    if "sweep" in cfg:
+        raise Refusal(
+            "+sweep: the files of conf/sweep are for W&B (wandb sweep conf/sweep/NAME.yaml); use multirun=NAME here"
+        )
     choice = choice_of(cfg)
     found = obstacle(choice)
     if found is not None:
@@ -207,6 +211,37 @@ def resolved(cfg: DictConfig) -> dict[str, Any]:
     plain = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
+
+
+def columns(cfg: DictConfig) -> dict[str, Any]:
+    """What decides a run, one level deep: the columns of a table of runs.
+
+    Args:
+        cfg: Composed.
+
+    Returns:
+        The words under their groups' names (``optimizer``, ``state``, ``recipe``) and every single setting under the
+        dotted key that a user types. How a run is logged and where files are written are left out.
+    """
+    found: dict[str, Any] = {}
+
+    def walk(prefix: str, value: Any) -> None:
+        # A table with names as keys, such as state.patterns, is one value.
+        if isinstance(value, dict) and value and all("." not in str(key) and "*" not in str(key) for key in value):
+            for key, inner in value.items():
+                if not str(key).startswith("_"):
+                    walk(f"{prefix}.{key}", inner)
+        else:
+            found[prefix] = value
+
+    for key, value in resolved(cfg).items():
+        if key not in ("logger", "run_folder", "resume"):
+            walk(key, value)
+    folder = str(cfg.run_folder)
+    skipped = {key for key, value in found.items() if key.startswith("recipe.takes.") or str(value).startswith(folder)}
+    found = {key: value for key, value in found.items() if key not in skipped}
+    words = {"recipe": cfg.recipe.name, "optimizer": cfg.optimizer.name, "state": cfg.state.format}
+    return {**words, **found}
 
 
 def state_spec(cfg: DictConfig) -> StateSpec:

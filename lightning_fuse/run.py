@@ -7,8 +7,8 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch.optim import Optimizer
 
 from lightning_fuse.callbacks import RunRecorder
-from lightning_fuse.config import Refusal, check, optimizer_factory, resolved
+from lightning_fuse.callbacks.run_columns import RunColumns
+from lightning_fuse.config import Refusal, check, columns, optimizer_factory, resolved
 from lightning_fuse.plugins import stock_precision
 from lightning_fuse.plugins.atomic_checkpoint import AtomicCheckpointIO
 from lightning_fuse.records import RunFolder
@@ -79,7 +80,9 @@ class Run:
         schedule = instantiate(self.cfg.schedule)
         self.module: L.LightningModule = recipe(instantiate(self.cfg.model), factory, schedule)
         check_checkpoint(self.start, self.module, _rehearse(self.module, self.cfg))
-        self.trainer = _trainer(self.cfg)
+        elements = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
+        about = {"parameters": elements, "data_hash": getattr(self.data, "data_hash", None)}
+        self.trainer = _trainer(self.cfg, {**columns(self.cfg), **about})
 
     def fit(self) -> dict[str, float]:
         """Trains.
@@ -88,7 +91,8 @@ class Run:
             The last value of every logged metric.
         """
         _write_config(self.cfg, self.start)
-        self.trainer.fit(self.module, datamodule=self.data, ckpt_path=self.start.checkpoint, weights_only=True)
+        with _own_wandb_run():
+            self.trainer.fit(self.module, datamodule=self.data, ckpt_path=self.start.checkpoint, weights_only=True)
         metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             # While all ranks are alive: an interpreter that ends with a process group may abort.
@@ -164,13 +168,13 @@ def command(
     return metrics
 
 
-def _trainer(cfg: DictConfig) -> L.Trainer:
+def _trainer(cfg: DictConfig, shown: dict[str, Any]) -> L.Trainer:
     """Lightning's Trainer with the callbacks, loggers and plugins of a configuration."""
     wanted = {name: entry for name, entry in cfg.callbacks.items() if entry is not None}
     if not cfg.trainer.enable_progress_bar:
         wanted.pop("progress", None)  # Lightning refuses a bar that it is told not to show
     callbacks: list[Callback] = [instantiate(entry) for entry in wanted.values()]
-    callbacks.append(RunRecorder(Path(cfg.run_folder), resolved(cfg)))
+    callbacks += [RunColumns(shown), RunRecorder(Path(cfg.run_folder), resolved(cfg))]
     loggers: list[Logger] = [instantiate(entry) for entry in cfg.logger.values() if entry is not None]
     plugins: list[Any] = [AtomicCheckpointIO()]
     precision: dict[str, Any] = {"precision": str(cfg.precision)}
@@ -241,6 +245,24 @@ def _write_config(cfg: DictConfig, start: Start) -> None:
     OmegaConf.save(OmegaConf.create(words), folder / "overrides.yaml")
 
 
+@contextmanager
+def _own_wandb_run() -> Iterator[None]:
+    """Ends the W&B run that the fit began: the next run of this process would otherwise go on in it."""
+    before = _wandb_run()
+    code = 1
+    try:
+        yield
+        code = 0
+    finally:
+        run = _wandb_run()
+        if run is not None and run is not before:
+            run.finish(exit_code=code)
+
+
+def _wandb_run() -> Any:
+    return getattr(sys.modules.get("wandb"), "run", None)
+
+
 def _quieten() -> None:
     """Silences Lightning's tips and the warnings that are no news in this setting."""
     for name in ("lightning.pytorch", "lightning.fabric"):
@@ -276,7 +298,8 @@ def _give_up(error: Exception, code: int) -> None:
     if os.environ.get("HYDRA_FULL_ERROR", "0") == "1":
         raise error
     print(f"{'refused' if code == 2 else 'failed'}: {_message(error)}", file=sys.stderr)
-    if not _in_multirun():
+    # One of many: the others go on. W&B's agent gives a sweep up after three runs that end with an error.
+    if not _in_multirun() and not (code == 2 and "WANDB_SWEEP_ID" in os.environ):
         raise SystemExit(code)
 
 

@@ -46,7 +46,7 @@ OUTSIDE = {
     "records": set(),
     "plugins": {"torch", "lightning"},
     "callbacks": {"torch", "lightning", "numpy", "rich", "torchdata", "torchmetrics"},
-    "reports": {"matplotlib", "numpy", "rich"},
+    "reports": {"matplotlib", "numpy", "rich", "wandb"},
 }
 ONLY_IN = {"triton": "kernels/gpu", "ctypes": "kernels/cpu"}
 

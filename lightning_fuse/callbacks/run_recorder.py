@@ -31,7 +31,7 @@ from lightning_fuse.callbacks.run_result import (
     target_record,
     target_records,
 )
-from lightning_fuse.callbacks.step_monitor import PROGRESS_NAMES, is_turn
+from lightning_fuse.callbacks.step_monitor import NO_METRICS, is_turn
 from lightning_fuse.records import (
     MetricsTable,
     RunFolder,
@@ -314,7 +314,7 @@ def _names(loop: Any, *, on_step: bool) -> set[str]:
 
 
 def _numbers(metrics: Mapping[str, Any], of: set[str]) -> dict[str, float]:
-    return {name: float(metrics[name]) for name in metrics if name in of and name not in PROGRESS_NAMES}
+    return {name: float(metrics[name]) for name in metrics if name in of and name not in NO_METRICS}
 
 
 def _column(rows: Any, name: str) -> list[float]:

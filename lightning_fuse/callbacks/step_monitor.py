@@ -12,11 +12,14 @@ Names, logged at the loggers' x of the batch, like the module's own training met
 ``step/lr/<group>``         learning rate of this step, per parameter group (its name, or its number)
 ``step/optimizer_ms``       host milliseconds of the step, verdict included
 ``step/state_bytes``        bytes of all optimizer state, once, after the first update
+``step/global_step``        optimizer steps of the run, skips included
+``step/train_seconds``      time spent training, validation left out
 ==========================  ==================================================================================
 
 With several optimizers, those after the first add ``/optimizer<index>`` to the names of what is their own. Every
-``log_every_n_steps`` steps are logged, and every skip; everything is counted. The progress bar shows ``skips`` and
-``scale``.
+``log_every_n_steps`` steps are logged, and every skip; everything is counted. ``step/update``, ``step/global_step``
+and ``step/train_seconds`` are logged with every validation, too, so that a logger can draw its metrics over any of
+them. The progress bar shows ``skips`` and ``scale``.
 """
 
 from __future__ import annotations
@@ -27,13 +30,17 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
+from lightning_fuse.callbacks.run_clocks import RunClocks
 from lightning_fuse.step import StepOutcome
 
-# What the progress bar shows; not metrics of the run.
-PROGRESS_NAMES = ("skips", "scale")
+# Where in the run something was measured.
+PLACE_NAMES = ("step/update", "step/global_step", "step/train_seconds")
+# What goes through Lightning's own log and is no metric of the run: what the progress bar shows, and places.
+NO_METRICS = ("skips", "scale", *PLACE_NAMES)
 
 
 class StepMonitor(Callback):
@@ -51,11 +58,18 @@ class StepMonitor(Callback):
         self.global_step = 0
         self.skips: dict[str, int] = {}
         self.loss_scale: float | None = None
+        self.clocks = RunClocks()
         self._state_bytes_logged = False
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Starts the clocks."""
+        if stage == "fit":
+            self.clocks.fit_begins()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """State may have been allocated anew, so its bytes are logged once more."""
         self._state_bytes_logged = False
+        self.clocks.train_begins()
 
     def on_step_outcome(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outcome: StepOutcome) -> None:
         """Counts the step, and logs it if it is its turn or if it was skipped."""
@@ -77,15 +91,43 @@ class StepMonitor(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Shows skips and loss scale on the progress bar."""
+        self.clocks.batch_ends()
         # Here and not in on_step_outcome: what is logged inside the optimizer step files under whichever hook happens
         # to be running, and manual optimization has none.
         pl_module.log("skips", float(sum(self.skips.values())), prog_bar=True, logger=False)
         if self.loss_scale is not None:
             pl_module.log("scale", float(self.loss_scale), prog_bar=True, logger=False)
 
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The clock of training stands still."""
+        if in_training(trainer):
+            self.clocks.validation_begins()
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Logs the place of a validation beside its metrics."""
+        if in_training(trainer) and trainer.loggers:
+            for name, value in zip(
+                PLACE_NAMES, (self.updates, self.global_step, self.clocks.train.seconds), strict=True
+            ):
+                pl_module.log(name, float(value), prog_bar=False, logger=True)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The clock of training goes on."""
+        if in_training(trainer):
+            self.clocks.validation_ends()
+
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Says in one line what the steps came to."""
+        self.clocks.train_ends()
         rank_zero_info(self.describe())
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Stops the clocks."""
+        self.clocks.fit_ends()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Stops the clocks."""
+        self.clocks.fit_ends()
 
     def describe(self) -> str:
         """Updates, skips by reason and the last loss scale in one line."""
@@ -100,6 +142,7 @@ class StepMonitor(Callback):
             "global_step": self.global_step,
             "skips": dict(self.skips),
             "loss_scale": self.loss_scale,
+            "clocks": self.clocks.state_dict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -108,11 +151,15 @@ class StepMonitor(Callback):
         self.global_step = int(state_dict["global_step"])
         self.skips = {str(reason): int(count) for reason, count in state_dict["skips"].items()}
         self.loss_scale = state_dict["loss_scale"]
+        if "clocks" in state_dict:  # checkpoints of earlier versions have none
+            self.clocks.load_state_dict(state_dict["clocks"])
 
     def _figures(self, trainer: pl.Trainer, outcome: StepOutcome) -> dict[str, float]:
         own = f"/optimizer{outcome.optimizer}" if outcome.optimizer else ""
         figures: dict[str, float] = {
             "step/update": outcome.update,
+            "step/global_step": outcome.global_step,
+            "step/train_seconds": self.clocks.train.seconds,
             "step/skipped": sum(self.skips.values()),
             **{f"step/skipped/{reason}": count for reason, count in self.skips.items()},
             f"step/clip_coef{own}": outcome.clip_coef,
@@ -178,6 +225,11 @@ def logger_step(trainer: pl.Trainer, outcome: StepOutcome | None = None) -> int:
     if outcome is not None and trainer.lightning_module.automatic_optimization:
         return outcome.global_step - 1
     return getattr(trainer.fit_loop.epoch_loop, "_batches_that_stepped", trainer.global_step)
+
+
+def in_training(trainer: pl.Trainer) -> bool:
+    """Whether this is a fit: a validation is then neither the sanity check nor ``trainer.validate``."""
+    return trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
 
 
 def is_turn(trainer: pl.Trainer, outcome: StepOutcome) -> bool:

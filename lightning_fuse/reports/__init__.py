@@ -13,5 +13,6 @@ The ledger, what a run will keep and move: ``ledger*.py``. The comparison, in th
 ``charts.py``         what the figures show; ``svg.py`` and ``png.py`` draw it
 ``page.py``           one HTML page that needs nothing else; ``style.py`` is its style sheet
 ``output.py``         all of it in one folder
+``wandb_import.py``   an offline W&B run as a run folder; ``wandb_log.py`` reads its log
 ====================  ======================================================================================
 """

@@ -58,6 +58,7 @@ def test_the_names_are_these() -> None:
     assert names == {
         *("step/update", "step/skipped", "step/loss_scale", "step/grad_norm", "step/grad_norm_clipped"),
         *("step/clip_coef", "step/lr/0", "step/optimizer_ms", "step/state_bytes"),
+        *("step/global_step", "step/train_seconds"),
     }
     assert logger.column("step/grad_norm") == dict.fromkeys(range(8), 2.0)
     assert logger.column("step/grad_norm_clipped") == pytest.approx(dict.fromkeys(range(8), 0.5), rel=1e-5)

@@ -1,0 +1,173 @@
+"""Offline W&B runs as run folders: a real one has the values of its own records, a foreign one its numbers."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from lightning_fuse.records import read_metrics, read_step_rows, read_summary
+from lightning_fuse.reports.wandb_import import import_run
+from lightning_fuse.reports.wandb_log import WandbRun, find_logs, read_wandb
+from lightning_fuse.run import train
+from scripts.import_wandb import main
+from tests.composing import SMALL, composed
+
+
+class Trained(NamedTuple):
+    """A run of train.py, and what W&B kept of it."""
+
+    folder: Path
+    wandb: WandbRun
+    log: Path
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Trained]:
+    """Two runs of one process, as a multirun makes them; the first skips a step."""
+    found = []
+    for seed in (0, 1):
+        folder = tmp_path_factory.mktemp(f"seed{seed}") / "run"
+        words = [*SMALL, "logger=wandb", f"seed={seed}", "trainer.max_steps=6", "trainer.val_check_interval=3"]
+        words += ["precision=16-mixed", "trainer.accelerator=cpu", "state=int8", "recipe.target=99"]
+        words += ["state.patterns={model.tokens.*: fp32}"]
+        # The gradients of a first loss overflow float16 at 2^19, not at 256.
+        words += [f"callbacks.fuse.init_loss_scale={2**19 if seed == 0 else 256}"]
+        train(composed(*words, run_folder=folder), words)
+        (log,) = find_logs(folder)
+        found.append(Trained(folder, _ended(log), log))
+    return found
+
+
+def _ended(log: Path) -> WandbRun:
+    """A run whose end is written: that is done by a process of W&B's own, which may still be at it."""
+    until = time.monotonic() + 30
+    while read_wandb(log).exit_code is None and time.monotonic() < until:
+        time.sleep(0.1)
+    return read_wandb(log)
+
+
+def test_every_run_of_a_process_is_a_run_of_its_own(runs: list[Trained]) -> None:
+    first, second = runs
+    assert first.wandb.run_id != second.wandb.run_id
+    assert (first.wandb.config["seed"], second.wandb.config["seed"]) == (0, 1)
+    assert first.wandb.exit_code == second.wandb.exit_code == 0
+
+
+def test_what_decides_a_run_is_a_column(runs: list[Trained]) -> None:
+    config = runs[0].wandb.config
+    wanted = {"recipe": "byte_lm", "optimizer": "adamw_fused", "state": "int8", "master": "none"}
+    wanted |= {"precision": "16-mixed", "kernel": "auto", "seed": 0, "optimizer.lr": 0.002, "model.width": 16}
+    assert {key: config[key] for key in wanted} == wanted
+    assert config["parameters"] > 1000
+    assert config["data_hash"].startswith("sha256:")
+    assert not [key for key in config if str(runs[0].folder) in str(config[key])]  # folders are no columns
+
+
+def test_an_imported_run_has_the_values_of_its_own_records(runs: list[Trained], tmp_path: Path) -> None:
+    for index, run in enumerate(runs):
+        folder = import_run(run.wandb, tmp_path / str(index), source=str(run.log))
+        own, imported = read_metrics(run.folder / "metrics.csv"), read_metrics(folder / "metrics.csv")
+        assert len(own) == 6
+        assert [_without_seconds(row) for row in imported] == [_without_seconds(row) for row in own]
+        for theirs, ours in zip(imported, own, strict=True):
+            assert theirs["train_seconds"] == pytest.approx(ours["train_seconds"], abs=0.5)
+
+        kept = ("global_step", "update", "applied", "reason", "grad_norm", "clip_coef", "optimizer", "loss_scale_after")
+        rows = [{key: row[key] for key in kept} for row in read_step_rows(run.folder / "steps.jsonl")]
+        assert [{key: row[key] for key in kept} for row in read_step_rows(folder / "steps.jsonl")] == rows
+        assert any(not row["applied"] for row in rows) == (index == 0)
+
+        a, b = read_summary(run.folder / "summary.json"), read_summary(folder / "summary.json")
+        for key in ("status", "global_step", "updates", "skips", "loss_scale", "optimizer_ms"):
+            assert getattr(a, key) == pytest.approx(getattr(b, key)), key
+        assert {**a.best, "checkpoint": None} == b.best
+        assert {k: v for k, v in a.target.items() if "seconds" not in k} == {
+            k: v for k, v in b.target.items() if "seconds" not in k
+        }
+        assert b.target["reached"]
+        assert a.optimizers[0].total_bytes == b.optimizers[0].total_bytes
+        assert a.optimizers[0].parameters == b.optimizers[0].parameters
+
+
+def test_the_first_run_did_skip(runs: list[Trained]) -> None:
+    assert read_summary(runs[0].folder / "summary.json").skips["nonfinite"] >= 1
+    assert read_summary(runs[1].folder / "summary.json").skips == {}
+
+
+def test_the_configuration_comes_back_nested(runs: list[Trained], tmp_path: Path) -> None:
+    own = json.loads((runs[0].folder / "manifest.json").read_text())
+    imported = json.loads((import_run(runs[0].wandb, tmp_path / "run") / "manifest.json").read_text())
+    for key in ("state", "master", "precision", "kernel", "seed", "trainer", "model"):
+        assert (
+            imported["config"][key] == {k: v for k, v in own["config"][key].items() if not k.startswith("_")}
+            if (isinstance(own["config"][key], dict))
+            else imported["config"][key] == own["config"][key]
+        )
+    assert imported["config"]["optimizer"]["name"] == "adamw_fused"
+    assert imported["data_hash"] == own["data_hash"]
+    assert imported["seed"] == own["seed"]
+    assert imported["hardware"]["cores"] == own["hardware"]["cores"]
+    assert imported["imported_from"]["wandb_run"] == runs[0].wandb.run_id
+
+
+def test_a_run_torn_in_two_comes_back_to_there(runs: list[Trained], tmp_path: Path) -> None:
+    data = runs[0].log.read_bytes()
+    torn = tmp_path / "run-torn.wandb"
+    torn.write_bytes(data[: int(len(data) * 0.8)])
+    run = read_wandb(torn)
+    assert run.exit_code is None
+    assert 0 < len(run.history) < len(runs[0].wandb.history)
+    folder = import_run(run, tmp_path / "run")
+    assert read_summary(folder / "summary.json").status == "running"
+    own = read_metrics(runs[0].folder / "metrics.csv")
+    imported = read_metrics(folder / "metrics.csv")
+    for theirs, ours in zip(imported, own[: len(imported)], strict=True):
+        assert _without_seconds(theirs).items() <= _without_seconds(ours).items()
+
+
+def test_the_command_imports_all_and_refuses_twice(
+    runs: list[Trained], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = str(runs[0].folder)
+    assert main([source, "--out", str(tmp_path)]) == 0
+    folder = Path(capsys.readouterr().out.strip())
+    assert folder.name == f"byte_lm_adamw_fused_int8_{runs[0].wandb.run_id}"
+    assert (folder / "manifest.json").is_file()
+    assert main([source, "--out", str(tmp_path)]) == 1
+    assert "holds a run already" in capsys.readouterr().err
+    assert main([str(tmp_path / "nowhere"), "--out", str(tmp_path)]) == 2
+    assert "no offline W&B run" in capsys.readouterr().err
+
+
+def foreign(**changes: Any) -> WandbRun:
+    """A run that somebody else logged with Lightning's WandbLogger, or by hand."""
+    rows = [
+        {"trainer/global_step": 9, "epoch": 0, "loss": 2.0, "_runtime": 1.5, "_step": 0, "image": {"path": "a.png"}},
+        {"trainer/global_step": 19, "epoch": 1, "loss": float("nan"), "_runtime": 3.0, "_step": 1, "best": True},
+    ]
+    return WandbRun(**{"run_id": "abc", "config": {"lr": 0.1, "net": {"width": 3}}, "history": rows, **changes})
+
+
+def test_a_foreign_run_gives_its_numbers(tmp_path: Path) -> None:
+    folder = import_run(foreign(exit_code=1), tmp_path / "run")
+    first, second = read_metrics(folder / "metrics.csv")
+    assert first == {"step": 10, "update": 10, "epoch": 0, "train_seconds": 1.5, "loss": 2.0}
+    assert second["step"] == 20
+    assert second["loss"] != second["loss"]
+    assert json.loads((folder / "manifest.json").read_text())["config"] == {"lr": 0.1, "net": {"width": 3}}
+    assert read_summary(folder / "summary.json").status == "failed"
+    assert read_summary(folder / "summary.json").optimizers == []
+
+
+def test_a_run_without_numbers_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="logged no number"):
+        import_run(foreign(history=[{"_step": 0, "note": "hello"}]), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def _without_seconds(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key != "train_seconds"}
