@@ -237,8 +237,9 @@ def _read_steps(run: Run, rows: Sequence[Mapping[str, Any]]) -> None:
     run.optimizer_ms = statistics.median(times) if times else None
     # Rows of one step (several optimizers) stand together; only the clock between steps counts.
     clock = {row["global_step"]: row["train_seconds"] for row in rows if row.get("train_seconds") is not None}
-    marks = list(clock.values())
-    gaps = [1000 * (after - before) for before, after in pairwise(marks) if after > before]
+    # An imported run has only the rows that were logged, so a gap may be several steps.
+    marks = list(clock.items())
+    gaps = [1000 * (b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(marks) if b[1] > a[1]]
     run.step_ms = statistics.median(gaps) if gaps else None
     run.last_step = rows[-1]["global_step"] if rows else (run.summary.global_step if run.summary else 0)
     for row in rows:

@@ -25,7 +25,8 @@ from lightning_fuse.records.summary import OptimizerSummary
 from lightning_fuse.reports.wandb_log import WandbRun
 
 STEP = "step/"  # of what StepMonitor logs
-TARGET = re.compile(r"target/(?P<metric>.+)/(?P<name>train_seconds|wall_seconds|updates)")
+TARGET = re.compile(r"target/(?P<metric>.+)/(?P<name>train_seconds|wall_seconds|updates|samples|tokens)")
+COUNTS = ("updates", "samples", "tokens")  # of a target that was reached
 # What a row says about its place; the rest is what was measured there.
 PLACES = ("trainer/global_step", "epoch")
 
@@ -245,7 +246,8 @@ def _target(config: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any
     sign = 1 if settings["mode"] == "min" else -1
     seen = (row["values"][settings["metric"]] for row in rows if settings["metric"] in row["values"])
     value = next((value for value in seen if sign * value <= sign * settings["target"]), None)
-    return {**record, "reached": True, **found, "updates": int(found["updates"]), "value": value}
+    counts = {name: int(found[name]) if name in found else None for name in COUNTS}
+    return {**record, "reached": True, **found, **counts, "value": value}
 
 
 def _best(config: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any] | None:
