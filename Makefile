@@ -21,7 +21,7 @@ INSTALL_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard light
 TRAIN_STAMP := $(VENV)/.installed-train
 DEV_STAMP := $(VENV)/.installed-dev
 
-.PHONY: help train test test-fast test-slow lint format clean
+.PHONY: help train test test-fast test-slow lint format browser clean
 .DELETE_ON_ERROR:
 
 help:
@@ -48,6 +48,16 @@ lint: $(DEV_STAMP)
 format: $(DEV_STAMP)
 	$(BIN)/python -m ruff check --fix .
 	$(BIN)/python -m ruff format .
+
+# For tests/reports/test_browser.py: the machine's own Chromium, or Debian's where we may install it. Without one these
+# tests are skipped. Continuous integration calls this; `make test` alone installs nothing outside .venv.
+browser:
+	@if command -v chromium || command -v chromium-browser || command -v google-chrome; then exit 0; fi; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium; \
+	else \
+	  echo "no Chromium here, and only root with apt-get gets one this way: install it with your system's tools"; exit 1; \
+	fi
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -317,5 +317,5 @@ def _notes(run: Run) -> list[str]:
     }
     for name, step in bad.items():
         if step is not None:
-            notes.append(f"{name} is not finite from step {step:,}")
+            notes.append(f"{name} is not finite, first at step {step:,}")
     return notes

@@ -1,0 +1,148 @@
+"""Verdicts against examples worked out by hand, and controls that must not come out as equal."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_fuse.reports.comparison import Comparison, compare, leaves_band
+from lightning_fuse.reports.verdict import Verdict
+from tests.reports.run_folders import write_run, write_seeds
+
+# Mean 1.70, standard deviation (n - 1) 0.01: the band is 1.68 … 1.72.
+BASE = (1.69, 1.70, 1.71)
+
+
+def judged(root: Path, finals: tuple[float, ...], base: tuple[float, ...] = BASE, **given: Any) -> Verdict:
+    write_seeds(root, "adamw_torch", "fp32", base)
+    write_seeds(root, "adamw_fused", "int8", finals, **given)
+    return only(compare([root]))
+
+
+def only(comparison: Comparison) -> Verdict:
+    assert len(comparison.verdicts) == 1
+    return comparison.verdicts[0]
+
+
+def test_the_band_is_two_standard_deviations_of_the_seeds(tmp_path: Path) -> None:
+    verdict = judged(tmp_path, (1.70, 1.70, 1.70))
+    assert verdict.band is not None
+    assert verdict.band.centre == pytest.approx(1.70)
+    assert verdict.band.half == pytest.approx(0.02)
+    assert (verdict.band.holds(1.6801), verdict.band.holds(1.6799)) == (True, False)
+    assert (verdict.band.holds(1.7199), verdict.band.holds(1.7201)) == (True, False)
+    assert not verdict.band.holds(math.nan)
+
+
+def test_everything_in_words(tmp_path: Path) -> None:
+    # 2062 of 8000 bytes: 74 % less. 2.0 ms against 1.5: 1.3 times. 100 ms a step against 91: the target, measured at
+    # step 30 by both, is 9 % sooner in seconds and equal in updates.
+    verdict = judged(tmp_path, (1.695, 1.705, 1.705), step_ms=91, optimizer_ms=1.5)
+    assert verdict.outcome == "same"
+    assert verdict.text == (
+        "adamw_fused int8: same val/loss within the band (1.7017 against 1.7000 ± 0.02; seed by seed −0.005 to +0.005), "  # noqa: E501
+        "74 % less state, optimizer steps 1.3 × faster (1.5 ms against 2), whole training steps 1.10 × faster (91 ms "
+        "against 100), target val/loss ≤ 2 9 % sooner in train seconds and equal in updates (no faster per update)."
+    )
+
+
+@pytest.mark.parametrize(
+    ("finals", "outcome"),
+    [
+        ((1.719, 1.719, 1.719), "same"),
+        ((1.73, 1.74, 1.75), "worse"),
+        ((1.65, 1.66, 1.67), "better"),
+        # Mean 1.7233, outside, but one of its seeds ends below the baseline's worst.
+        ((1.70, 1.73, 1.74), "unsettled"),
+        ((1.80,), "worse"),
+        ((1.70,), "same"),
+        ((1.70, math.nan, 1.70), "diverged"),
+    ],
+)
+def test_outcomes(tmp_path: Path, finals: tuple[float, ...], outcome: str) -> None:
+    assert judged(tmp_path, finals).outcome == outcome
+
+
+def test_more_accuracy_is_better(tmp_path: Path) -> None:
+    accuracy = {"recipe": {"name": "digits", "monitor": "val/loss", "mode": "max"}}
+    for seed, value in enumerate((0.97, 0.98, 0.975)):
+        write_run(tmp_path / f"a{seed}", seed=seed, losses=(0.5, value), settings=accuracy)
+        write_run(tmp_path / f"b{seed}", "adamw_fused", seed=seed, losses=(0.5, value - 0.1), settings=accuracy)
+    assert only(compare([tmp_path])).outcome == "worse"
+
+
+def test_one_seed_of_the_baseline_has_no_band(tmp_path: Path) -> None:
+    verdict = judged(tmp_path, (1.70, 1.71, 1.72), base=(1.70,))
+    assert (verdict.outcome, verdict.band) == ("unknown", None)
+    assert "one baseline seed has no band" in verdict.text
+    assert any("so there is no band" in note for note in compare([tmp_path]).notes)
+
+
+def test_repeats_of_a_seed_are_no_more_seeds(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", seed=0, losses=(4.0, 1.70))
+    write_run(tmp_path / "b", seed=0, losses=(4.0, 1.70))
+    write_run(tmp_path / "c", "adamw_fused", seed=0, losses=(4.0, 1.70))
+    comparison = compare([tmp_path])
+    assert only(comparison).outcome == "unknown"
+    assert any("seed 0 is there 2 times" in note for note in comparison.notes)
+
+
+def test_a_faster_step_is_no_faster_convergence(tmp_path: Path) -> None:
+    verdict = judged(tmp_path, (1.70, 1.70, 1.71), step_ms=50)
+    target = next(sentence for sentence in verdict.sentences if sentence.startswith("target"))
+    assert target == "target val/loss ≤ 2 2.0 × sooner in train seconds and equal in updates (no faster per update)"
+    assert "converge" not in verdict.text
+
+
+def test_fewer_updates_are_said_as_such(tmp_path: Path) -> None:
+    write_seeds(tmp_path, "adamw_torch", "fp32", BASE)
+    for seed in range(3):  # at step 20 instead of 30, with the same speed
+        write_run(tmp_path / f"b{seed}", "adamw_fused", seed=seed, losses=(3.0, 1.9, 1.8, 1.70))
+    verdict = only(compare([tmp_path]))
+    assert verdict.sentences[-1] == "target val/loss ≤ 2 33 % sooner in train seconds and 33 % sooner in updates"
+
+
+def test_overlapping_times_are_no_difference(tmp_path: Path) -> None:
+    for seed, (slow, fast) in enumerate(((100, 95), (110, 90), (90, 92))):
+        write_run(tmp_path / f"a{seed}", seed=seed, step_ms=slow, optimizer_ms=slow / 50)
+        write_run(tmp_path / f"b{seed}", "adamw_fused", seed=seed, step_ms=fast, optimizer_ms=fast / 50)
+    text = only(compare([tmp_path])).text
+    assert "optimizer steps about as fast" in text
+    assert "no clear difference in train seconds" in text
+    assert "faster" not in text
+
+
+def test_times_of_another_machine_are_not_compared(tmp_path: Path) -> None:
+    verdict = judged(tmp_path, (1.70, 1.70, 1.70), step_ms=10, optimizer_ms=0.1, cpu="another processor")
+    assert verdict.sentences[2:] == ["times not compared (another machine)", "target val/loss ≤ 2 equal in updates"]
+
+
+def test_a_setting_that_differs_is_said(tmp_path: Path) -> None:
+    verdict = judged(tmp_path, (1.70, 1.70, 1.70), settings={"optimizer__lr": 1e-3})
+    assert verdict.cautions == ["settings differ: optimizer.lr 0.001 against 0.002"]
+
+
+@pytest.mark.parametrize(
+    ("finals", "half", "inside"),
+    [
+        ((1.70, 1.70, 1.70), None, True),
+        ((1.73, 1.74, 1.75), None, False),
+        ((1.65, 1.66, 1.67), None, False),  # better is outside, too
+        ((1.70, 1.73, 1.74), None, False),  # not settled is not within
+        ((1.70, math.nan, 1.70), None, False),
+        ((1.709, 1.709, 1.709), 0.01, True),
+        ((1.712, 1.713, 1.712), 0.01, False),
+    ],
+)
+def test_leaving_the_band(tmp_path: Path, finals: tuple[float, ...], half: float | None, inside: bool) -> None:
+    write_seeds(tmp_path, "adamw_torch", "fp32", BASE)
+    write_seeds(tmp_path, "adamw_fused", "int8", finals)
+    assert (leaves_band(compare([tmp_path], half=half)) == []) is inside
+
+
+def test_nothing_to_compare_is_not_within(tmp_path: Path) -> None:
+    write_seeds(tmp_path, "adamw_torch", "fp32", BASE)
+    assert len(leaves_band(compare([tmp_path]))) == 1
