@@ -9,6 +9,7 @@ from lightning_fuse.optim.lars import FusedLARS
 from lightning_fuse.optim.lion import FusedLion
 from lightning_fuse.optim.load_options import LoadOptions, LoadReport
 from lightning_fuse.optim.sgd import FusedSGD
+from lightning_fuse.optim.torch_export import to_torch_state
 
 __all__ = [
     "FusedAdam",
@@ -21,4 +22,5 @@ __all__ = [
     "LoadOptions",
     "LoadReport",
     "param_groups",
+    "to_torch_state",
 ]

@@ -210,8 +210,9 @@ class FusedOptimizer(Optimizer):
                 is damaged; nothing has been changed then.
         """
         self.last_load = state_io.load(self, state_dict, self.load_options if options is None else options)
-        for warning in self.last_load.warnings:
-            warn(warning, stacklevel=2)
+        if self.last_load.warnings:
+            more = len(self.last_load.warnings) - 1
+            warn(self.last_load.warnings[0] + (f" (and {more} more parameters)" if more else ""), stacklevel=2)
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("_selection", "_kernel_word", "load_options")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,14 +57,11 @@ class Keeping(NamedTuple):
     master: MasterFormat
 
 
-def converted(
-    planned: Planned, parts: Mapping[str, Any], saved: Keeping, here: Keeping, step: Tensor
-) -> dict[str, Tensor]:
+def converted(planned: Planned, saved: Keeping, here: Keeping, step: Tensor) -> dict[str, Tensor]:
     """Converts the state of one parameter.
 
     Args:
         planned: The parameter; notes and warnings are added to it.
-        parts: What the checkpoint holds, by key.
         saved: How it is kept there.
         here: How it is kept here.
         step: int64, the updates applied to the parameter.
@@ -75,19 +72,17 @@ def converted(
     place = Place(int(step))
     return {
         "step": step,
-        **_moments(planned, parts, saved, here, place),
-        **_master(planned, parts, saved.master, here.master, place),
+        **_moments(planned, saved, here, place),
+        **_master(planned, saved.master, here.master, place),
     }
 
 
-def _moments(
-    planned: Planned, parts: Mapping[str, Any], saved: Keeping, here: Keeping, place: Place
-) -> dict[str, Tensor]:
+def _moments(planned: Planned, saved: Keeping, here: Keeping, place: Place) -> dict[str, Tensor]:
     """The parts of every moment; those that are kept alike here keep their bits."""
-    shape, device = tuple(planned.item.param.shape), planned.item.param.device
+    shape, device, held = tuple(planned.item.param.shape), planned.item.param.device, planned.item.state
     # Device first: what a codec computes is the same on all, but it computes with what lies together.
     stored = [
-        tuple(_on(device, parts[moment.name + part.suffix], part.dtype) for part in codec.parts(shape))
+        tuple(_on(device, held[moment.name + part.suffix], part.dtype) for part in codec.parts(shape))
         for moment, codec in zip(saved.moments, saved.codecs, strict=True)
     ]
     names = [moment.name for moment in here.moments]
@@ -116,12 +111,10 @@ def _moments(
     }
 
 
-def _master(
-    planned: Planned, parts: Mapping[str, Any], saved: MasterFormat, here: MasterFormat, place: Place
-) -> dict[str, Tensor]:
+def _master(planned: Planned, saved: MasterFormat, here: MasterFormat, place: Place) -> dict[str, Tensor]:
     """The parts of the master weight, and what happened to it. The parameter itself is the model's, and stays."""
     param, shape, name = planned.item.param, tuple(planned.item.param.shape), planned.item.name
-    kept = tuple(_on(param.device, parts[part.suffix], part.dtype) for part in saved.parts(shape))
+    kept = tuple(_on(param.device, planned.item.state[part.suffix], part.dtype) for part in saved.parts(shape))
     readable = bool(kept) and param.dtype in saved.dtypes
     weight = saved.join(param, kept) if readable else None
     if weight is not None and saved.name == "fp32":

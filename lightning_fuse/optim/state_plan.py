@@ -62,11 +62,12 @@ def plan(optimizer: FusedOptimizer, item: Incoming, about: Mapping[str, Any] | N
     if about is not None and about["format_version"] == 1:
         saved = saved._replace(state=f"{saved.state} of version 1")
     finite = options.nonfinite == "refuse"
-    parts: Mapping[str, Any] = (
-        _checked_parts(item, saved, finite) if about is not None else _checked_values(item, rule, finite)
-    )
+    if about is not None:
+        _check_parts(item, saved, finite)
+    else:
+        _check_values(item, rule, finite)
     step = _step_of(item)
-    planned.tensors = lambda: converted(planned, parts, saved, here, step)
+    planned.tensors = lambda: converted(planned, saved, here, step)
     return planned
 
 
@@ -119,8 +120,8 @@ def _reshaped(item: Incoming, shape: tuple[int, ...], options: LoadOptions) -> s
     return f"it was of shape {shape} and is of shape {here}"
 
 
-def _checked_parts(item: Incoming, saved: Keeping, finite: bool) -> dict[str, Tensor]:
-    """The tensors of one of our own checkpoints, all there, of the right kind and sound."""
+def _check_parts(item: Incoming, saved: Keeping, finite: bool) -> None:
+    """Refuses tensors of one of our own checkpoints that are not all there, of the right kind and sound."""
     state, shape = item.state, tuple(item.param.shape)
     kinds = list(zip(saved.moments, saved.codecs, strict=True))
     wanted = {moment.name + part.suffix: part for moment, codec in kinds for part in codec.parts(shape)}
@@ -141,13 +142,11 @@ def _checked_parts(item: Incoming, saved: Keeping, finite: bool) -> dict[str, Te
     for moment, codec in kinds:
         kept = state_tensors(moment, codec, state, shape)
         _check_fault(item, moment, codec.fault(kept, signed=moment.signed, finite=finite))
-    return {key: state[key] for key in wanted}
 
 
-def _checked_values(item: Incoming, rule: UpdateRule, finite: bool) -> dict[str, Tensor | Mapped]:
-    """The moments of another library's state dict, all there and sound."""
+def _check_values(item: Incoming, rule: UpdateRule, finite: bool) -> None:
+    """Refuses moments of another library's state dict that are not all there and sound."""
     _check_foreign(item, rule)
-    values: dict[str, Tensor | Mapped] = {}
     for moment in rule.moments:
         value = item.state.get(moment.name)
         if isinstance(value, Mapped):
@@ -160,8 +159,6 @@ def _checked_values(item: Incoming, rule: UpdateRule, finite: bool) -> dict[str,
                 f"of shape {tuple(item.param.shape)}: it belongs to another optimizer or model"
             )
         _check_fault(item, moment, fault)
-        values[moment.name] = value
-    return values
 
 
 def _whose(item: Incoming) -> str:
@@ -190,7 +187,10 @@ def _check_fault(item: Incoming, moment: Moment, fault: str) -> None:
 
 def _step_of(item: Incoming) -> Tensor:
     """The updates applied to a parameter; torch's SGD keeps none, and with a momentum buffer has applied one."""
-    number = float(item.state.get("step", 1))
+    saved = item.state.get("step", 1)
+    if not isinstance(saved, (int, float)) and not (isinstance(saved, Tensor) and saved.numel() == 1):
+        raise ValueError(f"checkpoint holds a step of {item.name} that is no number: it is damaged; load another one")
+    number = float(saved)
     if not math.isfinite(number) or number < 0 or number != int(number):
         raise ValueError(
             f"checkpoint holds step {number:g} for {item.name}: must be a whole number >= 0; it is damaged"

@@ -14,7 +14,16 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_fuse.kernels import check_kernel_name
-from lightning_fuse.optim import FusedAdam, FusedAdamW, FusedLAMB, FusedLARS, FusedLion, FusedOptimizer, FusedSGD
+from lightning_fuse.optim import (
+    FusedAdam,
+    FusedAdamW,
+    FusedLAMB,
+    FusedLARS,
+    FusedLion,
+    FusedOptimizer,
+    FusedSGD,
+    LoadOptions,
+)
 from lightning_fuse.optim.fused import parameter_names
 from lightning_fuse.optim.groups import check_patterns
 from lightning_fuse.optim.selection import Selection, StateSpec
@@ -150,7 +159,7 @@ def adopt(old: Optimizer, wish: Wish, names: Mapping[Tensor, str]) -> Optimizer:
             _prepare(group, index, names)
         made = cls(old.param_groups, **defaults, **wish.choices())
         if state is not None:
-            made.load_state_dict(state)
+            made.load_state_dict(state, options=LoadOptions(nonfinite="keep"))  # it is the run's own, not a file's
     except Exception:
         for group, original in zip(old.param_groups, before, strict=True):
             group.clear()
@@ -185,6 +194,17 @@ def keep_execution(optimizer: Optimizer) -> None:
                     loaded.state[p]["step"] = loaded.state[p]["step"].to(p.device, torch.float32)
 
     optimizer.register_load_state_dict_post_hook(restore)
+
+
+def keep_nonfinite(optimizers: Sequence[Optimizer]) -> None:
+    """Lets NaN and infinite moments be loaded: a run that steps on such gradients has them, and goes on with them.
+
+    Args:
+        optimizers: Those of the run.
+    """
+    for optimizer in optimizers:
+        if isinstance(optimizer, FusedOptimizer):
+            optimizer.load_options = replace(optimizer.load_options, nonfinite="keep")
 
 
 def _word(old: Optimizer, wish: Wish) -> str:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import LBFGS, Optimizer
 
-from lightning_fuse.plugins.adoption import Adopter, Wish
+from lightning_fuse.plugins.adoption import Adopter, Wish, keep_nonfinite
 from lightning_fuse.plugins.averaging import follow_applied_updates
 from lightning_fuse.plugins.hooks import ContractHooks
 from lightning_fuse.plugins.ranks import GradientAverage, average_by_step
@@ -142,6 +142,8 @@ class FusePrecision(Precision):
         for old, new in zip(optimizers, adopted, strict=True):
             if new is not old:
                 rebind(lr_schedulers, old, new)
+        if self.contract.policy.on_nonfinite == "step":
+            keep_nonfinite(adopted)
         self.contract.abandon()
         self.contract.names = names
         self._join_loop()
