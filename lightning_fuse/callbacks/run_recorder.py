@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_fuse.callbacks.run_clocks import RunClocks
 from lightning_fuse.callbacks.run_result import (
     BestValue,
+    checkpoint_ms,
     median,
     optimizer_share,
     peak_gpu_bytes,
@@ -257,6 +258,7 @@ class RunRecorder(Callback):
             peak_gpu_bytes=peak_gpu_bytes(),
             tokens_per_s=median(self._tokens_per_s),
             optimizer_ms=median(self._step_ms),
+            checkpoint_ms=checkpoint_ms(trainer),
             optimizer_share=optimizer_share(trainer, self._step_ms, self.clocks.train.seconds),
             train_seconds=self.clocks.train.seconds,
             validation_seconds=self.clocks.validation.seconds,

@@ -167,6 +167,11 @@ def median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
 
 
+def checkpoint_ms(trainer: pl.Trainer) -> float | None:
+    """Median milliseconds of a checkpoint's write in this process, or None where nobody measures it."""
+    return median(getattr(trainer.strategy.checkpoint_io, "save_ms", ()))
+
+
 def optimizer_share(trainer: pl.Trainer, step_ms: Sequence[float], train_seconds: float) -> float | None:
     """The share of training that optimizer steps took, or None where their host time is not their time.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -18,7 +19,15 @@ PART_SUFFIX = ".part"  # of a file that is being written
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Lightning's checkpoint reader and writer, with a write that survives a kill at any moment."""
+    """Lightning's checkpoint reader and writer, with a write that survives a kill at any moment.
+
+    Attributes:
+        save_ms: Milliseconds of every write, until it was on the disk.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_ms: list[float] = []
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Writes a checkpoint; ``path`` holds the old one until the new one is complete.
@@ -34,6 +43,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
+        begun = perf_counter()
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(target.name + PART_SUFFIX)
@@ -47,6 +57,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             part.unlink(missing_ok=True)
             raise
         _sync_folder(target.parent)
+        self.save_ms.append(1000 * (perf_counter() - begun))
 
 
 def _sync_folder(folder: Path) -> None:

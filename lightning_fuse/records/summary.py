@@ -71,6 +71,7 @@ class RunSummary:
         peak_gpu_bytes: The most memory that torch held on a GPU.
         tokens_per_s: Median of the metric ``train/tokens_per_s``.
         optimizer_ms: Median milliseconds of an optimizer step.
+        checkpoint_ms: Median milliseconds of writing a checkpoint to the disk.
         optimizer_share: Share of ``train_seconds`` that optimizer steps took, from 0 to 1; None on a GPU, where the
             host's time is not the step's (``callbacks=profile`` says it there).
         train_seconds: Time spent training, validation and downtime left out.
@@ -96,6 +97,7 @@ class RunSummary:
     peak_gpu_bytes: int | None = None
     tokens_per_s: float | None = None
     optimizer_ms: float | None = None
+    checkpoint_ms: float | None = None
     optimizer_share: float | None = None
     train_seconds: float | None = None
     validation_seconds: float | None = None

@@ -32,6 +32,15 @@ class Target:
     tokens: float | None = None
 
 
+def targets_of(run: Run) -> list[Target]:
+    """All targets of a run whose summary has several, the easiest first; else its only one, or none."""
+    records = [] if run.summary is None else run.summary.targets
+    if not records:
+        only = target_of(run)
+        return [] if only is None else [only]
+    return [_target(run, record) for record in records]
+
+
 def target_of(run: Run) -> Target | None:
     """A run's target, from its summary, or found among its validations where the summary is missing.
 
@@ -42,8 +51,10 @@ def target_of(run: Run) -> Target | None:
         The target; None where the run has none.
     """
     record = _record(run)
-    if record is None:
-        return None
+    return None if record is None else _target(run, record)
+
+
+def _target(run: Run, record: Mapping[str, Any]) -> Target:
     metric, least = str(record["metric"]), record["mode"] == "min"
     goal = float(record["target"])
     label = f"{metric} {'≤' if least else '≥'} {goal:g}"
@@ -51,7 +62,9 @@ def target_of(run: Run) -> Target | None:
     hit = next((p for p in points if (p.value <= goal if least else p.value >= goal)), None)
     if record.get("reached"):
         updates = int(record["updates"])
-        tokens = next((p.tokens for p in points if p.update == updates), None)
+        seen = next((p.tokens for p in points if p.update == updates), None)
+        counted = record.get("tokens") or record.get("samples")  # runs of before these were recorded have neither
+        tokens = seen if counted is None else float(counted)
         return Target(label, True, record["train_seconds"], record["wall_seconds"], updates, tokens)
     if hit is None or record.get("reached") is False:
         return Target(label, False)

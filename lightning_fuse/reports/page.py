@@ -13,7 +13,7 @@ from lightning_fuse.reports.charts import Chart, charts_of
 from lightning_fuse.reports.comparison import Comparison
 from lightning_fuse.reports.style import STYLE
 from lightning_fuse.reports.svg import COLOURS, svg
-from lightning_fuse.reports.tables import NONE, Table, budget_table, group_table, run_table, shown_columns
+from lightning_fuse.reports.tables import NONE, Table, budget_table, group_table, run_table, shown_columns, target_table
 from lightning_fuse.reports.verdict import Verdict
 
 # The word on a verdict's badge, and the badge's colour.
@@ -52,6 +52,9 @@ def page(comparison: Comparison, title: str | None = None) -> str:
         _section("figures", "Figures", f"{_legend(comparison)}<div class='figures'>{figures}</div>"),
         _section("configurations", "Configurations", _table(group_table(comparison))),
     ]
+    targets = target_table(comparison)
+    if targets.rows:
+        body.append(_section("targets", targets.title, _table(targets)))
     if comparison.budgets:
         table = budget_table(comparison)
         body.append(_section("budgets", table.title, f"<p class='aside'>{BUDGETS}</p>{_table(table)}"))

@@ -14,13 +14,14 @@ from typing import Any
 from lightning_fuse.reports.comparison import Comparison
 from lightning_fuse.reports.evidence import Spread, spread_of, witnesses
 from lightning_fuse.reports.grouping import Group
-from lightning_fuse.reports.measures import target_of
+from lightning_fuse.reports.measures import Target, target_of, targets_of
 from lightning_fuse.reports.reading import Run
 from lightning_fuse.reports.verdict import show
 
 NONE = "–"
 OUTCOME_COLOURS = {"same": "green", "better": "green", "worse": "red", "diverged": "red", "failed": "red"}
 TERMINAL_LEAVES_OUT = {
+    "of training",
     "verdict",
     "seeds",
     "range",
@@ -32,6 +33,14 @@ TERMINAL_LEAVES_OUT = {
     "saving",
     "checkpoint",
 }
+
+
+TARGET_FIGURES: tuple[tuple[str, Callable[[float], str]], ...] = (
+    ("seconds", lambda value: f"{value:.1f} s"),
+    ("wall", lambda value: f"{value:.1f} s"),
+    ("updates", lambda value: f"{value:,.0f}"),
+    ("tokens", lambda value: f"{value:,.0f}"),
+)
 
 
 @dataclass(frozen=True)
@@ -55,7 +64,7 @@ def group_table(comparison: Comparison) -> Table:
     """One row per group: quality (mean and range of the seeds), bytes, times, target, skips (medians)."""
     best = comparison.metric
     heads = ["configuration", "verdict", "seeds", best, "range", "state", "bytes/param"]
-    heads += ["opt. step", "train step", "to target", "wall", "updates", comparison.tokens, "reached"]
+    heads += ["opt. step", "of training", "train step", "to target", "wall", "updates", comparison.tokens, "reached"]
     heads += ["skips", "checkpoint", "saving"]
     outcomes = {verdict.label: verdict.outcome for verdict in comparison.verdicts}
     rows = []
@@ -71,6 +80,7 @@ def group_table(comparison: Comparison) -> Table:
                 _median(group, lambda run: run.state_bytes, size),
                 _median(group, _bytes_per_parameter, lambda value: f"{value:.2f}"),
                 _median(group, lambda run: run.optimizer_ms, milliseconds),
+                _median(group, _optimizer_share, lambda share: f"{share:.1%}".replace("%", " %")),
                 _median(group, lambda run: run.step_ms, milliseconds),
                 *_target_cells(group),
                 f"{sum(len(run.skips) for run in group.runs):,}",
@@ -117,6 +127,22 @@ def budget_table(comparison: Comparison) -> Table:
     return Table(f"{comparison.metric} at equal budgets", heads, rows)
 
 
+def target_table(comparison: Comparison) -> Table:
+    """One row per group and target, where runs have several targets; no rows otherwise."""
+    heads = ["configuration", "target", "reached", "train seconds", "wall", "updates", comparison.tokens]
+    rows = []
+    for group in comparison.groups:
+        by_label: dict[str, list[Target]] = {}
+        for target in (target for run in group.runs for target in targets_of(run)):
+            by_label.setdefault(target.label, []).append(target)
+        for label, targets in by_label.items():
+            hits = [target for target in targets if target.reached]
+            cells = [_median_of([getattr(hit, name) for hit in hits], shown) for name, shown in TARGET_FIGURES]
+            rows.append([group.label, label, f"{len(hits)} of {len(targets)}", *cells])
+    several = len({row[1] for row in rows}) > 1
+    return Table("Time to each target", heads, rows if several else [], text=(0, 1))
+
+
 def csv_text(comparison: Comparison) -> str:
     """Every run as one row of plain numbers, for a spreadsheet."""
     columns: list[tuple[str, Callable[[Run], Any]]] = [
@@ -130,6 +156,7 @@ def csv_text(comparison: Comparison) -> str:
         ("parameters", lambda run: run.parameters or None),
         ("state_bytes", lambda run: run.state_bytes),
         ("optimizer_ms", lambda run: run.optimizer_ms),
+        ("optimizer_share", _optimizer_share),
         ("training_step_ms", lambda run: run.step_ms),
         ("train_seconds", lambda run: run.summary.train_seconds if run.summary else None),
         ("validation_seconds", lambda run: run.summary.validation_seconds if run.summary else None),
@@ -162,7 +189,8 @@ def markdown_text(comparison: Comparison) -> str:
     """Verdicts, tables and notes as Markdown."""
     lines = [f"# Comparison: {comparison.recipe}", "", f"Baseline: **{comparison.baseline.label}**.", ""]
     lines += [f"- **{verdict.outcome}** · {verdict.text}" for verdict in comparison.verdicts]
-    for table in (group_table(comparison), budget_table(comparison), run_table(comparison)):
+    tables = (group_table(comparison), target_table(comparison), budget_table(comparison), run_table(comparison))
+    for table in (table for table in tables if table.rows):
         lines += ["", f"## {table.title}", "", *_markdown_rows(table)]
     lines += ["", "## Notes", "", *(f"- {note}" for note in comparison.notes)]
     return "\n".join(lines) + "\n"
@@ -205,7 +233,11 @@ def milliseconds(value: float) -> str:
 
 def checkpoint_ms(run: Run) -> float | None:
     """Median milliseconds of writing a checkpoint, where the run recorded it."""
-    return None if run.summary is None else getattr(run.summary, "checkpoint_ms", None)
+    return None if run.summary is None else run.summary.checkpoint_ms
+
+
+def _optimizer_share(run: Run) -> float | None:
+    return None if run.summary is None else run.summary.optimizer_share
 
 
 def _final(run: Run, metric: str) -> float | None:
@@ -226,17 +258,16 @@ def _median(group: Group, value: Callable[[Run], float | None], shown: Callable[
     return shown(spread.median) if spread.count else NONE
 
 
+def _median_of(values: list[float | None], shown: Callable[[float], str]) -> str:
+    known = Spread(tuple(float(value) for value in values if value is not None))
+    return shown(known.median) if known.count else NONE
+
+
 def _target_cells(group: Group) -> list[str]:
     """Train seconds, wall seconds, updates and tokens to the target, and how many runs reached it."""
     targets = [target for run in group.runs if (target := target_of(run)) is not None]
     hits = sum(target.reached for target in targets)
-    kinds: tuple[tuple[str, Callable[[float], str]], ...] = (
-        ("seconds", lambda value: f"{value:.1f} s"),
-        ("wall", lambda value: f"{value:.1f} s"),
-        ("updates", lambda value: f"{value:,.0f}"),
-        ("tokens", lambda value: f"{value:,.0f}"),
-    )
-    cells = [_median(group, _of_target(name), shown) for name, shown in kinds]
+    cells = [_median(group, _of_target(name), shown) for name, shown in TARGET_FIGURES]
     return [*cells, f"{hits} of {len(targets)}" if targets else NONE]
 
 

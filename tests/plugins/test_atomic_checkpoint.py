@@ -42,3 +42,11 @@ def test_the_final_name_only_ever_holds_a_whole_file(tmp_path: Path, monkeypatch
     AtomicCheckpointIO().save_checkpoint({"step": 2}, path)
     assert during == [1]
     assert torch.load(path)["step"] == 2
+
+
+def test_every_write_is_timed(tmp_path: Path) -> None:
+    files = AtomicCheckpointIO()
+    files.save_checkpoint({"a": 1}, tmp_path / "a.ckpt")
+    files.save_checkpoint({"a": 2}, tmp_path / "a.ckpt")
+    assert len(files.save_ms) == 2
+    assert all(milliseconds > 0 for milliseconds in files.save_ms)

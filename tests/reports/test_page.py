@@ -15,7 +15,7 @@ from lightning_fuse.reports.comparison import Comparison, compare
 from lightning_fuse.reports.output import write_comparison
 from lightning_fuse.reports.page import page
 from lightning_fuse.reports.svg import Scale, log_ticks, nice_ticks, svg, tick_text
-from lightning_fuse.reports.tables import csv_text, markdown_text
+from lightning_fuse.reports.tables import csv_text, markdown_text, target_table
 from tests.reports.run_folders import write_run, write_seeds
 
 VOID = {"meta", "link", "br", "img", "hr", "input"}
@@ -236,3 +236,17 @@ def test_more_groups_than_colours_have_dashes(tmp_path: Path) -> None:
     html = page(compare([tmp_path]))
     assert faults_of(html) == []
     assert 'stroke-dasharray="6 3"' in html
+
+
+def test_several_targets_have_a_table_of_their_own(comparison: Comparison, tmp_path: Path) -> None:
+    assert target_table(comparison).rows == []
+    run = comparison.runs[0]
+    assert run.summary is not None
+    easy = {"metric": "val/loss", "mode": "min", "target": 3.5, "reached": True, "value": 3.0}
+    easy |= {"train_seconds": 2.0, "wall_seconds": 3.0, "updates": 20, "samples": 160, "tokens": 20480}
+    hard = {"metric": "val/loss", "mode": "min", "target": 1.0, "reached": False}
+    run.summary.targets = [easy, hard]
+    rows = target_table(comparison).rows
+    assert rows[0] == ["adamw_torch fp32", "val/loss ≤ 3.5", "1 of 1", "2.0 s", "3.0 s", "20", "20,480"]
+    assert rows[1] == ["adamw_torch fp32", "val/loss ≤ 1", "0 of 1", "–", "–", "–", "–"]
+    assert "id='targets'" in page(comparison)
