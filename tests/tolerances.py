@@ -47,6 +47,10 @@ def contract_bound(settings: dict[str, Any], steps: int, size: float) -> float:
     return 2 * rule_bound(settings, steps, size, ratio) + steps * settings["lr"] * ratio * 2 * 32 * U
 
 
+# The GAN in turns, 4 updates by SGD of at most a way of 0.008. float32 gradients err by 100 U (sums of 64, batch norm),
+# weights below 1 by U a step: 5e-8 + 2.4e-7. In float16 a weight near a tie may round to its neighbour: 0.008 * 2^-11.
+GAN_TURNS = {"32-true": 3e-7, "16-mixed": 4e-6}
+
 WORKED_EXAMPLE = 1e-6  # the figure; one float32 step of size 1 errs by 6 U = 4e-7 at most
 
 # Codes, one step of the root each: |root(x') - root(x)| <= step, so |x' - x| <= (root + step)^n - root^n. The factor
