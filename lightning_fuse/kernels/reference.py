@@ -6,6 +6,7 @@ GPU it reads the step counters and ``found_inf`` on the host.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,12 +14,13 @@ import torch
 from torch import Tensor
 
 from lightning_fuse.formats.format import Place, decode_moments, encode_moments
+from lightning_fuse.formats.int8 import row_length
 from lightning_fuse.formats.master import canonical_nan
 from lightning_fuse.kernels.kernel import PARAM_DTYPES, Slot, StepKernel, Support, Work
+from lightning_fuse.kernels.pieces import piece_ends
 from lightning_fuse.rules.rule import LayerwiseRule, UpdateRule
 
-SUM_PIECE = 1 << 16  # elements summed together; bounds the float64 copy to 512 KiB
-SUM_LANES = 32  # running sums of a piece
+SUM_LANES = 32  # running sums of a piece of at most 65,536 elements, whose float64 copy takes 512 KiB
 
 
 class ReferenceKernel(StepKernel):
@@ -53,7 +55,8 @@ class ReferenceKernel(StepKernel):
     def sum_of_squares(self, grads: Sequence[Tensor]) -> Tensor:
         """See ``StepKernel.sum_of_squares``."""
         device = grads[0].device if grads else torch.device("cpu")
-        return add_up([partial for grad in grads for partial in ordered_sum_of_squares(grad)], device)
+        flat = map(_as_it_lies, grads)
+        return add_up([partial for grad in flat for partial in ordered_sums(grad, grad.numel())], device)
 
 
 def float32_scalars(rule: UpdateRule, group: Mapping[str, Any], step: int) -> dict[str, float]:
@@ -98,9 +101,10 @@ def _step_parameter(work: Work, step: int, scalars: Mapping[str, float], factor:
 def _trust(
     rule: LayerwiseRule, weight: Tensor, grad: Tensor, moments: Sequence[Tensor], scalars: Mapping[str, float]
 ) -> float:
-    """The trust ratio as a float32 number; the norms of one parameter are read on the host."""
+    """The trust ratio as a float32 number; the norms of one parameter, in row-major order, are read on the host."""
     norms = [
-        add_up(ordered_sum_of_squares(x), x.device).sqrt().item() for x in rule.measured(weight, grad, moments, scalars)
+        math.sqrt(add_up(ordered_sums(x.reshape(-1), row_length(x.shape)), x.device).item())
+        for x in rule.measured(weight, grad, moments, scalars)
     ]
     return torch.tensor(rule.trust(norms[0], norms[1], scalars), dtype=torch.float64).to(torch.float32).item()
 
@@ -110,22 +114,29 @@ def _overwrite(old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
         target.copy_(source)
 
 
-def ordered_sum_of_squares(tensor: Tensor) -> list[Tensor]:
+def ordered_sums(flat: Tensor, row: int) -> list[Tensor]:
     """Sums squares in an order that does not depend on threads or vectors, so that other kernels can repeat it.
 
-    The elements, in the order in which they lie in memory, are cut into pieces of 65,536. A piece keeps 32 running sums
+    The elements are cut into pieces of 65,536, or fewer where a block would be cut. A piece keeps 32 running sums
     (element k goes to sum k mod 32; what is left over after the last 32 goes to one more), which are added pairwise:
     the lower and the upper half, until one is left, and then the one more.
 
     Args:
-        tensor: float32, bfloat16 or float16, any shape and layout.
+        flat: float32, bfloat16 or float16, 1-dimensional.
+        row: Elements in which blocks lie without a cut.
 
     Returns:
         One float64 sum for each piece, 0-dimensional; to be added up one after the other.
     """
+    ends = piece_ends(flat.numel(), row)
+    sizes = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+    return [_piece_sum(piece.to(torch.float64).square()) for piece in flat.split(sizes)] if sizes else []
+
+
+def _as_it_lies(tensor: Tensor) -> Tensor:
+    """The elements in the order in which they lie in memory: a dense tensor is not copied."""
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    flat = tensor.detach().permute(order).reshape(-1)
-    return [_piece_sum(piece.to(torch.float64).square()) for piece in flat.split(SUM_PIECE) if piece.numel()]
+    return tensor.detach().permute(order).reshape(-1)
 
 
 def _piece_sum(squares: Tensor) -> Tensor:

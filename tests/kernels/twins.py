@@ -26,6 +26,7 @@ GROUP: dict[str, Any] = {
     "weight_decay": 0.07,
     "momentum": 0.87,
     "dampening": 0.15,
+    "trust_coefficient": 0.23,
     "maximize": False,
 }
 

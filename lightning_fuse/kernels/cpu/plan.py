@@ -20,15 +20,19 @@ from lightning_fuse.formats.int8 import row_length
 from lightning_fuse.kernels.cpu.tables import (
     DTYPE_IDS,
     GRADIENT_COLUMNS,
+    GROUP_COLUMNS,
     SCALARS_BYTES,
+    TASK_COLUMNS,
+    WAVE_COLUMNS,
     Layouts,
     check_slot,
-    chunks_of,
     cut,
     group_row,
     slot_row,
+    tasks_of,
 )
 from lightning_fuse.kernels.kernel import Slot
+from lightning_fuse.rules.rule import LayerwiseRule
 
 Group: TypeAlias = Mapping[str, Any]
 
@@ -108,11 +112,14 @@ class Plan:
             self._slots_table.extend(slot_row(slot, group, layouts.address(mine)))
             self._grads.extend((grad.data_ptr(), DTYPE_IDS[grad.dtype], layouts.address(its)))
         self._pieces = cut([(p.numel(), row_length(p.shape)) for p in self.params])
-        self._chunks, self._cost = chunks_of(self._pieces)
-        self._groups = array("d", bytes(8 * 8 * (max(self._group_numbers, default=-1) + 1)))
+        measures = any(isinstance(slot.rule, LayerwiseRule) for slot in self.slots)
+        self._tasks, self._waves, self._cost = tasks_of(self._pieces, measures)
+        self._norms = array("d", bytes(16 * (len(self._pieces) // 3) if measures else 0))
+        self._groups = array("d", bytes(8 * GROUP_COLUMNS * (max(self._group_numbers, default=-1) + 1)))
         self._scalars = array("b", bytes(SCALARS_BYTES * len(self.slots)))
         self._header = array("q", [len(self.slots), _at(self._slots_table), _at(self._grads), _at(self._pieces)])
-        self._header.extend([len(self._chunks) - 1, _at(self._chunks), _at(self._groups), _at(self._scalars)])
+        self._header.extend([len(self._tasks) // TASK_COLUMNS, _at(self._tasks), _at(self._groups), _at(self._scalars)])
+        self._header.extend([len(self._waves) // WAVE_COLUMNS, _at(self._waves), _at(self._norms)])
         self._address = _at(self._header)
 
 

@@ -4,19 +4,33 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from lightning_fuse.formats.int8 import BLOCK, row_length
+from lightning_fuse.formats.int8 import row_length
 from lightning_fuse.kernels.kernel import Slot, StoredMoment
+from lightning_fuse.kernels.pieces import PIECE, piece_ends
 
 # Numbers of the enumerations in src/tables.h, by name.
 RULE_IDS = {
     name: number
     for number, name in enumerate(
-        ("adamw", "adamw_amsgrad", "adam", "adam_amsgrad", "sgd", "sgd_momentum", "sgd_nesterov", "lion")
+        (
+            "adamw",
+            "adamw_amsgrad",
+            "adam",
+            "adam_amsgrad",
+            "sgd",
+            "sgd_momentum",
+            "sgd_nesterov",
+            "lion",
+            "lars",
+            "lars_nesterov",
+            "lamb",
+        )
     )
 }
 CODEC_IDS = {
@@ -29,9 +43,12 @@ MAX_DIMS = 16  # kMaxDims in src/layout.h
 MAX_MOMENTS = 3
 SLOT_COLUMNS = 11 + 3 * MAX_MOMENTS
 GRADIENT_COLUMNS = 3  # data, dtype, layout
-SCALARS_BYTES = 36
+GROUP_COLUMNS = 9
+SCALARS_BYTES = 44
 
-PIECE = 1 << 16  # elements of one piece, at most
+MEASURE, STEP = 0, 1  # of a ``Task``
+TASK_COLUMNS, WAVE_COLUMNS = 4, 5
+WAVE = 1 << 18  # elements of whole parameters that are measured, then stepped while a cache still holds them
 PIECE_OVERHEAD = 256  # what a piece costs besides its elements, in elements
 
 
@@ -132,6 +149,7 @@ def group_row(group: Mapping[str, Any]) -> tuple[float, ...]:
         read("momentum", 0.0),
         read("dampening", 0.0),
         float(bool(read("maximize", False))),
+        read("trust_coefficient", 0.0),
     )
 
 
@@ -147,36 +165,45 @@ def cut(sizes: Sequence[tuple[int, int]]) -> array[int]:
     pieces = array("q")
     for index, (numel, row) in enumerate(sizes):
         begin = 0
-        while begin < numel:
-            end = numel if numel - begin <= PIECE else block_start(begin + PIECE, row)
+        for end in piece_ends(numel, row):
             pieces.extend((index, begin, end))
             begin = end
     return pieces
 
 
-def block_start(element: int, row: int) -> int:
-    """The last start of a block at or before an element; blocks lie inside rows of ``row`` elements."""
-    return element - element % row % BLOCK
-
-
-def chunks_of(pieces: array[int]) -> tuple[array[int], int]:
-    """Joins pieces to chunks, what one thread takes at a time: many for balance, not so many that taking costs.
+def tasks_of(pieces: array[int], measured: bool) -> tuple[array[int], array[int], int]:
+    """Joins pieces to tasks, what one thread takes at a time: many for balance, not so many that taking costs.
 
     Args:
         pieces: Rows (tensor, begin, end), flattened.
+        measured: Whether norms must be known before a step: tensors are then measured wave by wave, each one ahead of
+            the steps of the wave before it, so that threads need not wait for one another.
 
     Returns:
-        The first piece of every chunk and, as the last entry, the number of pieces; and the cost of all, in elements.
+        ``Task`` rows and ``Wave`` rows, flattened; and the cost of all, in elements.
     """
     costs = [end - begin + PIECE_OVERHEAD for begin, end in zip(pieces[1::3], pieces[2::3], strict=True)]
     total = sum(costs)
-    target = min(PIECE, max(4096, total // 32))
-    chunks, running = array("q", [0]), 0
-    for number, cost in enumerate(costs):
-        if running and running + cost > target:
-            chunks.append(number)
-            running = 0
+    target = min(PIECE, max(4096, (min(total, WAVE) if measured else total) // 32))
+    waves: list[list[tuple[int, int]]] = [[]]
+    first, running, in_wave = 0, 0, 0
+    for number, (cost, begin) in enumerate(zip(costs, pieces[1::3], strict=True)):
+        ends = measured and in_wave >= WAVE and begin == 0
+        if running and (ends or running + cost > target):
+            waves[-1].append((first, number))
+            first, running = number, 0
+        if ends:
+            waves.append([])
+            in_wave = 0
         running += cost
-    if costs:
-        chunks.append(len(costs))
-    return chunks, total
+        in_wave += cost
+    if running:
+        waves[-1].append((first, len(costs)))
+    if not measured:
+        return array("q", chain.from_iterable((STEP, *task, -1) for task in waves[0])), array("q"), total
+    tasks, rows = array("q"), array("q")
+    for index, (ahead, behind) in enumerate(zip([*waves, []], [[], *waves], strict=True)):
+        tasks.extend(chain.from_iterable((MEASURE, *task, index) for task in ahead))
+        tasks.extend(chain.from_iterable((STEP, *task, index - 1) for task in behind))
+        rows.extend((ahead[0][0], ahead[-1][1], len(ahead), 0, 0) if ahead else ())
+    return tasks, rows, total

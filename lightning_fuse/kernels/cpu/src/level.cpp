@@ -3,12 +3,15 @@
 //
 // A step walks tiles of 1024 elements: open weight and moments as float32, apply the rule, close them again. Rules,
 // codecs and master weights meet only in `step_tile`, as n + m + k functions of a tile that stays in the first cache.
+#include <cmath>
 #include <cstdint>
+#include <thread>
 
 #include "adam_int8.h"
 #include "codecs.h"
 #include "layout.h"
 #include "rules.h"
+#include "squares.h"
 #include "tables.h"
 #include "weights.h"
 
@@ -38,12 +41,29 @@ void update(const Scalars& scalars, int count, float* __restrict p, const float*
     }
 }
 
+// The elements whose norm a layer-wise rule compares with the parameter's.
+template <class R>
+void others(const Scalars& scalars, int count, const float* p, const float* g, float* const* moments, float* __restrict to) {
+    const R rule(scalars);
+    const float factor = scalars.factor;
+    if constexpr (R::kMoments == 1) {
+        const float* a = moments[0];
+        for (int i = 0; i < count; ++i) to[i] = rule.other(p[i], g[i] * factor, a[i]);
+    } else {
+        const float *a = moments[0], *b = moments[1];
+        for (int i = 0; i < count; ++i) to[i] = rule.other(p[i], g[i] * factor, a[i], b[i]);
+    }
+}
+
 struct Variant {
     int moments;
     bool has_unit;  // whether the root of the second moment is the unit of the first
     void (*update)(const Scalars&, int, float*, const float*, float* const*);
     // For a signed and an unsigned int8 moment at once, or null.
     void (*update_int8)(const Scalars&, const Span&, float*, const float*, const Moment*, float*, float*);
+    // Of layer-wise rules, or null.
+    void (*others)(const Scalars&, int, const float*, const float*, float* const*, float*) = nullptr;
+    double (*ratio)(double, double, const float*) = nullptr;
 };
 
 // In the order of the enumeration `Rule`.
@@ -56,6 +76,9 @@ constexpr Variant kVariants[] = {
     {SGDMomentum::kMoments, SGDMomentum::kHasUnit, update<SGDMomentum>, nullptr},
     {SGDNesterov::kMoments, SGDNesterov::kHasUnit, update<SGDNesterov>, nullptr},
     {Lion::kMoments, Lion::kHasUnit, update<Lion>, nullptr},
+    {LARS::kMoments, LARS::kHasUnit, update<LARS>, nullptr, others<LARS>, LARS::ratio},
+    {LARSNesterov::kMoments, LARSNesterov::kHasUnit, update<LARSNesterov>, nullptr, others<LARS>, LARS::ratio},
+    {LAMB::kMoments, LAMB::kHasUnit, update<LAMB>, update_int8<LAMB>, others<LAMB>, LAMB::ratio},
 };
 
 // Elements [begin, begin + count), contiguous: where they are, or gathered into `buffer`.
@@ -77,6 +100,11 @@ const float* open_gradient(const Gradient& grad, int64_t begin, int count, float
     return widened(grad.dtype, from, count, buffer);
 }
 
+// Whether the first moment is kept in units of the second's root.
+bool is_relative(const Variant& variant, const Slot& slot) {
+    return variant.has_unit && slot.moments[0].codec == Codec::kInt8Signed;
+}
+
 void step_tile(const Slot& slot, const Gradient& grad, const Scalars& scalars, const Span& span) {
     alignas(64) float weights[kTile], grads[kTile], raw_param[kTile], raw_grad[kTile], values[kMaxMoments][kTile];
     const Variant& variant = kVariants[static_cast<int>(slot.rule)];
@@ -90,7 +118,7 @@ void step_tile(const Slot& slot, const Gradient& grad, const Scalars& scalars, c
         variant.update_int8(scalars, span, weight, g, slot.moments, values[0], values[1]);
     } else {
         alignas(64) float roots[kTile];
-        const bool relative = variant.has_unit && slot.moments[0].codec == Codec::kInt8Signed;
+        const bool relative = is_relative(variant, slot);
         for (int k = 0; k < variant.moments; ++k) moments[k] = open_moment(slot.moments[k], span, values[k]);
         if (relative) {
             open_unit(slot.moments[1], span, roots);
@@ -118,6 +146,17 @@ int64_t block_start(int64_t element, int64_t row) {
     return element - column % kBlock;
 }
 
+// Calls run(span) for each tile of a piece.
+template <class Run>
+void each_tile(const Plan& plan, const Piece& piece, int64_t tile, Run run) {
+    const Slot& slot = plan.slots[piece.slot];
+    for (int64_t begin = piece.begin; begin < piece.end;) {
+        const int64_t end = begin + tile < piece.end ? block_start(begin + tile, slot.row) : piece.end;
+        run(Span{begin, static_cast<int>(end - begin), slot.row, slot.index_start + begin, *slot.step + 1});
+        begin = end;
+    }
+}
+
 // Whether a rule reads and writes memory directly; a piece is then one tile, for no buffer bounds its length.
 bool in_place(const Slot& slot, const Gradient& grad) {
     bool direct = slot.dtype == Dtype::kFloat32 && grad.dtype == Dtype::kFloat32 && !slot.layout && !grad.layout;
@@ -130,32 +169,76 @@ bool in_place(const Slot& slot, const Gradient& grad) {
 void step_piece(const Plan& plan, const Piece& piece) {
     const Slot& slot = plan.slots[piece.slot];
     const int64_t tile = in_place(slot, plan.grads[piece.slot]) ? piece.end - piece.begin : kTile;
-    for (int64_t begin = piece.begin; begin < piece.end;) {
-        const int64_t end = begin + tile < piece.end ? block_start(begin + tile, slot.row) : piece.end;
-        const Span span{begin, static_cast<int>(end - begin), slot.row, slot.index_start + begin, *slot.step + 1};
+    each_tile(plan, piece, tile, [&](const Span& span) {
         step_tile(slot, plan.grads[piece.slot], plan.scalars[piece.slot], span);
-        begin = end;
+    });
+}
+
+double sum_of_squares(const Gradient& grad, const Piece& piece) {
+    alignas(64) float raw[kTile], buffer[kTile];
+    Squares squares(piece.end - piece.begin);
+    for (int64_t begin = piece.begin; begin < piece.end; begin += kTile) {
+        const int count = static_cast<int>(piece.end - begin < kTile ? piece.end - begin : kTile);
+        squares.add(open_gradient(grad, begin, count, raw, buffer), count);
+    }
+    return squares.sum();
+}
+
+// The first phase of a layer-wise rule: what a step would see, summed and thrown away. Writes nothing but the two sums,
+// and a master copy whose parameter somebody has written to.
+void measure_piece(const Plan& plan, int64_t number) {
+    alignas(64) float weights[kTile], grads[kTile], raw_param[kTile], raw_grad[kTile], values[kMaxMoments][kTile];
+    alignas(64) float roots[kTile], compared[kTile];
+    const Piece& piece = plan.pieces[number];
+    const Slot& slot = plan.slots[piece.slot];
+    const Variant& variant = kVariants[static_cast<int>(slot.rule)];
+    if (!variant.others) return;
+    Squares own(piece.end - piece.begin), other(piece.end - piece.begin);
+    each_tile(plan, piece, kTile, [&](const Span& span) {
+        const float* g = open_gradient(plan.grads[piece.slot], span.begin, span.count, raw_grad, grads);
+        void* param = contiguous(slot.param, slot.dtype, slot.layout, span.begin, span.count, raw_param);
+        const float* weight = open_weight(slot, span, param, weights);
+        float* moments[kMaxMoments];
+        for (int k = 0; k < variant.moments; ++k) moments[k] = open_moment(slot.moments[k], span, values[k]);
+        if (is_relative(variant, slot)) {
+            open_unit(slot.moments[1], span, roots);
+            from_units(roots, moments[0], span.count);
+        }
+        variant.others(plan.scalars[piece.slot], span.count, weight, g, moments, compared);
+        own.add(weight, span.count);
+        other.add(compared, span.count);
+    });
+    plan.norms[2 * number] = own.sum();
+    plan.norms[2 * number + 1] = other.sum();
+}
+
+// Between the phases: the trust ratios of all slots of a wave.
+void set_ratios(const Plan& plan, const Wave& wave) {
+    for (int64_t k = wave.from; k < wave.to;) {
+        const int64_t index = plan.pieces[k].slot;
+        const Variant& variant = kVariants[static_cast<int>(plan.slots[index].rule)];
+        double own = 0.0, other = 0.0;
+        for (; k < wave.to && plan.pieces[k].slot == index; ++k) {
+            own += variant.ratio ? plan.norms[2 * k] : 0.0;
+            other += variant.ratio ? plan.norms[2 * k + 1] : 0.0;
+        }
+        float* value = plan.scalars[index].value;
+        if (variant.ratio) value[kTrust] = static_cast<float>(variant.ratio(std::sqrt(own), std::sqrt(other), value));
     }
 }
 
-// 32 running sums, whatever the width of the vectors, added up in one order: the same bits at every level.
-double sum_of_squares(const Gradient& grad, const Piece& piece) {
-    constexpr int kLanes = 32;
-    alignas(64) float raw[kTile], buffer[kTile];
-    double lanes[kLanes] = {}, rest = 0.0;
-    for (int64_t begin = piece.begin; begin < piece.end; begin += kTile) {
-        const int count = static_cast<int>(piece.end - begin < kTile ? piece.end - begin : kTile);
-        const float* x = open_gradient(grad, begin, count, raw, buffer);
-        const int whole = count - count % kLanes;
-        for (int i = 0; i < whole; i += kLanes) {
-            for (int k = 0; k < kLanes; ++k) lanes[k] += static_cast<double>(x[i + k]) * static_cast<double>(x[i + k]);
-        }
-        for (int i = whole; i < count; ++i) rest += static_cast<double>(x[i]) * static_cast<double>(x[i]);
+// Tasks are taken in order and measures wait for nobody, so whoever waits here waits for measures that somebody is at.
+void run(const Plan& plan, const Task& task) {
+    Wave* wave = task.wave < 0 ? nullptr : plan.waves + task.wave;
+    if (task.phase == Phase::kMeasure) {
+        for (int64_t k = task.from; k < task.to; ++k) measure_piece(plan, k);
+        if (__atomic_sub_fetch(&wave->left, 1, __ATOMIC_ACQ_REL)) return;
+        set_ratios(plan, *wave);
+        __atomic_store_n(&wave->ready, 1, __ATOMIC_RELEASE);
+        return;
     }
-    for (int half = kLanes / 2; half; half /= 2) {
-        for (int k = 0; k < half; ++k) lanes[k] += lanes[k + half];
-    }
-    return lanes[0] + rest;
+    while (wave && !__atomic_load_n(&wave->ready, __ATOMIC_ACQUIRE)) std::this_thread::yield();
+    for (int64_t k = task.from; k < task.to; ++k) step_piece(plan, plan.pieces[k]);
 }
 
 }  // namespace
@@ -163,10 +246,14 @@ double sum_of_squares(const Gradient& grad, const Piece& piece) {
 namespace lightning_fuse {
 
 void LF_NAME(step)(const Plan& plan, int threads) {
-    const int64_t count = plan.chunks_count;
-#pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1)
-    for (int64_t chunk = 0; chunk < count; ++chunk) {
-        for (int64_t k = plan.chunks[chunk]; k < plan.chunks[chunk + 1]; ++k) step_piece(plan, plan.pieces[k]);
+    int64_t next = 0;
+    for (int64_t k = 0; k < plan.waves_count; ++k) {
+        plan.waves[k].left = plan.waves[k].tasks;
+        plan.waves[k].ready = 0;
+    }
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    for (int64_t task; (task = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < plan.tasks_count;) {
+        run(plan, plan.tasks[task]);
     }
 }
 

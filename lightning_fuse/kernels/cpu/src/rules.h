@@ -10,6 +10,7 @@
 namespace {
 
 using lightning_fuse::Group;
+using lightning_fuse::kTrust;
 using lightning_fuse::Scalars;
 
 // base^exponent by squaring, in the order of the exponent's bits: the same bits everywhere, which pow() is not.
@@ -160,6 +161,92 @@ struct SGDNesterov : SGD {
         g = g + p * weight_decay;
         b = b * momentum + g * gain;
         return p - (g + b * momentum) * lr;
+    }
+};
+
+// Layer-wise rules: `other` is the element whose norm the parameter's is compared with, `ratio` the trust ratio of both
+// norms in float64. The ratio is a scalar of `update`; it is 1 where a norm is 0 or no number.
+
+struct LARS {
+    static constexpr int kMoments = 1;
+    static constexpr bool kHasUnit = false;
+    float lr, weight_decay, momentum, trust;
+
+    explicit LARS(const Scalars& s)
+        : lr(s.value[0]), weight_decay(s.value[1]), momentum(s.value[2]), trust(s.value[kTrust]) {}
+
+    static void scalars(const Group& group, int64_t, float* value) {
+        value[0] = static_cast<float>(group.lr);
+        value[1] = static_cast<float>(group.weight_decay);
+        value[2] = static_cast<float>(group.momentum);
+        value[3] = static_cast<float>(group.trust_coefficient);
+        value[4] = static_cast<float>(group.eps);
+    }
+
+    static double ratio(double param, double other, const float* value) {
+        constexpr double kLimit = 100.0;
+        if (!(param > 0.0 && other > 0.0)) return 1.0;
+        const double below = other + static_cast<double>(value[1]) * param + static_cast<double>(value[4]);
+        const double found = static_cast<double>(value[3]) * param / below;
+        return found < kLimit ? found : kLimit;
+    }
+
+    float other(float, float g, float) const { return g; }
+
+    float update(float p, float g, float& b) const {
+        g = (g + p * weight_decay) * trust;
+        b = b * momentum + g;
+        return p - b * lr;
+    }
+};
+
+struct LARSNesterov : LARS {
+    using LARS::LARS;
+
+    float update(float p, float g, float& b) const {
+        g = (g + p * weight_decay) * trust;
+        b = b * momentum + g;
+        return p - (g + b * momentum) * lr;
+    }
+};
+
+struct LAMB : AdamBase {
+    static constexpr int kMoments = 2;
+    float inv_correction1, weight_decay, lr, trust;
+
+    explicit LAMB(const Scalars& s)
+        : AdamBase(s), inv_correction1(s.value[5]), weight_decay(s.value[7]), lr(s.value[8]), trust(s.value[kTrust]) {}
+
+    static void scalars(const Group& group, int64_t step, float* value) {
+        AdamBase::scalars(group, step, group.weight_decay, value);
+        value[5] = static_cast<float>(1.0 / (1.0 - power(group.beta1, step)));
+        value[8] = static_cast<float>(group.lr);
+    }
+
+    static double ratio(double param, double other, const float*) {
+        return param > 0.0 && other > 0.0 ? param / other : 1.0;
+    }
+
+    float direction(float p, float m, float root) const {
+        const float denominator = root * inv_sqrt_correction2 + eps;
+        return (m * inv_correction1) / denominator + p * weight_decay;
+    }
+
+    // What the update will subtract, from copies of the moments.
+    float other(float p, float g, float m, float v) const {
+        average(g, m, v);
+        return direction(p, m, std::sqrt(v));
+    }
+
+    float update(float p, float g, float& m, float& v, float& root) const {
+        average(g, m, v);
+        root = std::sqrt(v);
+        return p - (direction(p, m, root) * trust) * lr;
+    }
+
+    float update(float p, float g, float& m, float& v) const {
+        float root;
+        return update(p, g, m, v, root);
     }
 };
 

@@ -6,10 +6,11 @@
 
 namespace lightning_fuse {
 
-constexpr int64_t kAbi = 3;
+constexpr int64_t kAbi = 4;
 constexpr int kMaxMoments = 3;
 
-enum class Rule : int64_t { kAdamW, kAdamWAmsgrad, kAdam, kAdamAmsgrad, kSGD, kSGDMomentum, kSGDNesterov, kLion };
+enum class Rule : int64_t { kAdamW, kAdamWAmsgrad, kAdam, kAdamAmsgrad, kSGD, kSGDMomentum, kSGDNesterov, kLion,
+                           kLARS, kLARSNesterov, kLAMB };
 enum class Codec : int64_t { kFloat32, kBFloat16Signed, kBFloat16Unsigned, kInt8Signed, kInt8Unsigned };
 enum class Master : int64_t { kNone, kCopy, kSplit, kSplit8 };
 enum class Dtype : int64_t { kFloat32, kBFloat16, kFloat16 };
@@ -59,13 +60,32 @@ struct Piece {
 
 // A parameter group, float64 as the user gave them. What a rule does not have is 0.
 struct Group {
-    double lr, weight_decay, beta1, beta2, eps, momentum, dampening, maximize;
+    double lr, weight_decay, beta1, beta2, eps, momentum, dampening, maximize, trust_coefficient;
 };
 
 // Scalars of one update, each rounded to float32 once; what they are called is the rule's affair.
+constexpr int kTrust = 9;  // where the trust ratio of a layer-wise rule is put once its norms are known
+
 struct Scalars {
     float factor;  // of the gradient, its sign included
-    float value[8];
+    float value[kTrust + 1];
+};
+
+enum class Phase : int64_t { kMeasure, kStep };
+
+// What one thread takes at a time, in this order: pieces [from, to). A step may come only after all measures of its wave.
+struct Task {
+    Phase phase;
+    int64_t from, to;
+    int64_t wave;  // -1 where nothing is measured
+};
+
+// Pieces [from, to), all of some slots: small enough that a cache still holds them when they are stepped.
+struct Wave {
+    int64_t from, to;
+    int64_t tasks;  // of measuring
+    int64_t left;   // of those, in the step that runs
+    int64_t ready;
 };
 
 struct Plan {
@@ -73,10 +93,13 @@ struct Plan {
     const Slot* slots;
     const Gradient* grads;
     const Piece* pieces;
-    int64_t chunks_count;
-    const int64_t* chunks;  // chunks_count + 1 places in `pieces`: what one thread takes at a time
+    int64_t tasks_count;
+    const Task* tasks;
     const Group* groups;
     Scalars* scalars;  // room for one per slot
+    int64_t waves_count;
+    Wave* waves;
+    double* norms;  // room for two sums of squares per piece, where there are waves
 };
 
 // What one CPU level offers. `threads` is a request: a build without OpenMP runs one.
