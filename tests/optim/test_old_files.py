@@ -1,0 +1,86 @@
+"""Files of state that earlier versions wrote are read by every later one: tests/assets, made by real code of the time.
+
+What each file holds was decoded by the package that wrote it and lies beside the state. float32 state can hold every
+decoded value, so reading as fp32 must give exactly those.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from lightning_fuse import FusedAdamW, FusedSGD, LoadOptions
+from lightning_fuse.formats import MASTERS
+from lightning_fuse.optim.state_io import FORMAT_VERSION
+from lightning_fuse.rules import RULES
+from tests.optim.models import same_bits
+
+ASSETS = Path(__file__).resolve().parents[1] / "assets"
+VERSIONS = range(1, FORMAT_VERSION + 1)
+KINDS = ("fp32", "bf16", "int8", "amsgrad", "momentum", "copy", "split", "split8")
+CONVERT = LoadOptions(formats="convert")
+
+
+def saved(version: int, kind: str) -> dict[str, Any]:
+    with gzip.open(ASSETS / f"state_v{version}.pt.gz") as file:
+        return torch.load(io.BytesIO(file.read()), weights_only=True)[kind]
+
+
+def loaded(held: dict[str, Any], **settings: Any) -> tuple[Any, dict[str, Parameter]]:
+    params = {name: Parameter(value.clone()) for name, value in held["weights"].items()}
+    rule = held["optimizer"]["lightning_fuse"]["rules"][0]
+    make = FusedSGD if rule.startswith("sgd") else FusedAdamW
+    extra = {"momentum": 0.5} if make is FusedSGD else {"amsgrad": rule.endswith("amsgrad")}
+    optimizer = make(params.items(), lr=0.5, **extra, **settings)
+    optimizer.load_state_dict(held["optimizer"], options=CONVERT)
+    return optimizer, params
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_was_saved_is_read(version: int, kind: str) -> None:
+    held = saved(version, kind)
+    about = held["optimizer"]["lightning_fuse"]
+    assert about["format_version"] == version
+    master = about["masters"][0]
+    optimizer, params = loaded(held, state="fp32", master=master)
+    moments = RULES[about["rules"][0]].moments
+    for name, p in params.items():
+        *values, weight = held["decoded"][name]
+        for moment, value in zip(moments, values, strict=True):
+            assert value.any()
+            assert torch.equal(optimizer.state[p][moment.name], value), (name, moment.name)
+        parts = tuple(optimizer.state[p][part.suffix] for part in MASTERS[master].parts(tuple(p.shape)))
+        assert torch.equal(MASTERS[master].join(p.detach(), parts), weight)
+        assert optimizer.state[p]["step"].item() == 5
+    assert optimizer.param_groups[0]["lr"] == (0.1 if kind == "momentum" else 0.01)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_this_versions_own_is_read_bit_for_bit(kind: str) -> None:
+    held = saved(FORMAT_VERSION, kind)
+    about = held["optimizer"]["lightning_fuse"]
+    optimizer, _ = loaded(held, state=about["formats"][0], master=about["masters"][0])
+    assert optimizer.last_load.exact or optimizer.last_load.taken_over
+    assert not optimizer.last_load.converted
+    for index, tensors in held["optimizer"]["state"].items():
+        now = optimizer.state_dict()["state"][index]
+        assert same_bits(now, tensors)
+
+
+def test_version_1_differs_from_version_2() -> None:
+    """The control: read without its version, a file of version 1 would give other first moments."""
+    held = saved(1, "int8")
+    held["optimizer"]["lightning_fuse"]["format_version"] = 2
+    optimizer, params = loaded(held, state="fp32")
+    assert not torch.equal(optimizer.state[params["wide"]]["exp_avg"], held["decoded"]["wide"][0])
+
+
+def test_files_are_small() -> None:
+    assert [path.name for path in ASSETS.glob("*.gz") if path.stat().st_size > 100_000] == []
