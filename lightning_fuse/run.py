@@ -22,7 +22,7 @@ from hydra.utils import instantiate
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 from torch.optim import Optimizer
 
@@ -31,7 +31,7 @@ from lightning_fuse.callbacks.run_columns import RunColumns
 from lightning_fuse.config import Refusal, check, columns, optimizer_factory, resolved
 from lightning_fuse.plugins import stock_precision
 from lightning_fuse.plugins.atomic_checkpoint import AtomicCheckpointIO
-from lightning_fuse.records import RunFolder
+from lightning_fuse.records import RunFolder, is_locked
 from lightning_fuse.resume import CONFIG_FOLDER, Start, check_checkpoint, find_start
 
 PARAMETER_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}  # of the others: float32
@@ -79,10 +79,11 @@ class Run:
         recipe = instantiate(self.cfg.recipe.module, _partial_=True)
         schedule = instantiate(self.cfg.schedule)
         self.module: L.LightningModule = recipe(instantiate(self.cfg.model), factory, schedule)
-        check_checkpoint(self.start, self.module, _rehearse(self.module, self.cfg))
+        data_hash = getattr(self.data, "data_hash", None)
+        check_checkpoint(self.start, self.module, _rehearse(self.module, self.cfg), data_hash)
         elements = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
-        about = {"parameters": elements, "data_hash": getattr(self.data, "data_hash", None)}
-        self.trainer = _trainer(self.cfg, {**columns(self.cfg), **about})
+        about = {"parameters": elements, "data_hash": data_hash}
+        self.trainer = _trainer(self.cfg, {**columns(self.cfg), **about}, self.start.restart)
 
     def fit(self) -> dict[str, float]:
         """Trains.
@@ -91,6 +92,7 @@ class Run:
             The last value of every logged metric.
         """
         _write_config(self.cfg, self.start)
+        _say(self.start.describe())
         with _own_wandb_run():
             self.trainer.fit(self.module, datamodule=self.data, ckpt_path=self.start.checkpoint, weights_only=True)
         metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
@@ -153,9 +155,9 @@ def command(
         _forget_folder(Path(HydraConfig.get().runtime.output_dir))
     try:
         metrics = run.fit()
-    except SystemExit:  # Lightning's answer to Ctrl-C
+    except SystemExit as stopped:  # Lightning's answer to Ctrl-C, and a SIGTERM
         _say_how_to_go_on(run)
-        raise SystemExit(130) from None
+        raise SystemExit(143 if isinstance(stopped, SIGTERMException) else 130) from None
     except (ValueError, RuntimeError, NotImplementedError) as error:
         # A multirun finishes its other jobs and then fails with this error.
         if not _is_ours(error) or _in_multirun():
@@ -168,13 +170,13 @@ def command(
     return metrics
 
 
-def _trainer(cfg: DictConfig, shown: dict[str, Any]) -> L.Trainer:
+def _trainer(cfg: DictConfig, shown: dict[str, Any], restart: bool) -> L.Trainer:
     """Lightning's Trainer with the callbacks, loggers and plugins of a configuration."""
     wanted = {name: entry for name, entry in cfg.callbacks.items() if entry is not None}
     if not cfg.trainer.enable_progress_bar:
         wanted.pop("progress", None)  # Lightning refuses a bar that it is told not to show
     callbacks: list[Callback] = [instantiate(entry) for entry in wanted.values()]
-    callbacks += [RunColumns(shown), RunRecorder(Path(cfg.run_folder), resolved(cfg))]
+    callbacks += [RunColumns(shown), RunRecorder(Path(cfg.run_folder), resolved(cfg), restart=restart)]
     loggers: list[Logger] = [instantiate(entry) for entry in cfg.logger.values() if entry is not None]
     plugins: list[Any] = [AtomicCheckpointIO()]
     precision: dict[str, Any] = {"precision": str(cfg.precision)}
@@ -220,9 +222,14 @@ def _short(folder: Path) -> str:
 
 
 def _check_folder(start: Start) -> None:
-    """Refuses to write a new run over an old one."""
+    """Refuses to write a new run over an old one, or beside another process."""
     folder = RunFolder(start.cfg.run_folder)
-    if folder.manifest.exists() and not start.in_place:
+    if start.in_place and not getattr(rank_zero_only, "rank", 0) and is_locked(folder.path):
+        raise Refusal(
+            f"resume={start.cfg.resume}: another process is training in that folder now; wait for its end, or start a "
+            f"new run with resume={folder.checkpoints}/last.ckpt"
+        )
+    if folder.manifest.exists() and not start.in_place and not start.restart:
         raise Refusal(f"run folder {folder.path} holds a run already; use resume={folder.path} or another run_folder")
 
 
@@ -241,7 +248,7 @@ def _write_config(cfg: DictConfig, start: Start) -> None:
     folder = Path(cfg.run_folder) / CONFIG_FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(cfg, folder / "config.yaml", resolve=True)
-    words = [word for word in start.overrides if not word.startswith("resume=")]
+    words = [word for word in start.overrides if not word.startswith(("resume=", "restore."))]
     OmegaConf.save(OmegaConf.create(words), folder / "overrides.yaml")
 
 
@@ -283,6 +290,12 @@ def _forget_folder(folder: Path) -> None:
     for path in (folder, folder.parent, folder.parent.parent):
         with suppress(OSError):
             path.rmdir()
+
+
+@rank_zero_only
+def _say(lines: list[str]) -> None:
+    for line in lines:
+        print(line)
 
 
 @rank_zero_only

@@ -7,27 +7,26 @@ epoch's end, or where ``max_steps`` stopped. Beside what Lightning saves, a chec
 - the random streams of Python, NumPy and torch, on the CPU and each GPU;
 - the place of each training loader in its epoch (a plain ``DataLoader`` is exchanged for one that can be continued, and
   yields the same batches; what cannot be continued is named in a warning);
-- the gradients of an open accumulation window;
-- the metrics that plateau schedulers look at.
+- the gradients of an open accumulation window, in manual optimization all that are there;
+- what training metrics have gathered in an epoch that is not over, and the metrics that plateau schedulers look at;
+- versions of the packages, and a format version.
 
 All of it is plain data, which ``torch.load(weights_only=True)`` reads. A checkpoint can be resumed without ExactResume,
 and one that was saved without it can be resumed with it; then the data and the random streams start anew.
 
-Not restored: training metrics that are averaged over an epoch (they cover the part since the resume), a batch during
-which an exception struck (it is left out), gradients that manual optimization accumulates, and everything per rank if
-the number of ranks changes.
+Not restored: a batch during which an exception struck (it is left out), and everything per rank if the number of ranks
+changes. Where the loader or the data are not the checkpoint's, a warning says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.data import _set_sampler_epoch
-from lightning.fabric.utilities.types import _Stateful
+from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.trainer.states import TrainerFn
@@ -35,22 +34,61 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils._pytree import tree_map
 
+from lightning_fuse.callbacks.epoch_metrics import EpochMetricsRestorer, capture_epoch_metrics
+from lightning_fuse.callbacks.loader_place import (
+    is_resumable_loader,
+    loader_shape,
+    loader_states,
+    restore_loaders,
+    training_loaders,
+)
 from lightning_fuse.callbacks.loop_position import BETWEEN, Place, place_of, prepare_loops, settle_loops
-from lightning_fuse.callbacks.random_state import capture_random_state, kept_random_state, restore_random_state
+from lightning_fuse.callbacks.random_state import capture_random_state, restore_random_state
+from lightning_fuse.callbacks.resume_settings import Numbers, hyperparameters, override_keys, settle
+from lightning_fuse.optim import FusedOptimizer
 from lightning_fuse.plugins import contract_of
+from lightning_fuse.plugins.atomic_checkpoint import AtomicCheckpointIO
+from lightning_fuse.records.manifest import installed_versions
+from lightning_fuse.registry import unknown_name
 
 FORMAT = 1
+ENTRY = "lightning_fuse"  # of a checkpoint: what wrote it
+MODES = ("full", "weights_only")
 
 
 class ExactResume(Callback):
     """Saves and restores what a resume needs to be exact; see the module.
 
+    Where Lightning would read and write checkpoint files itself, ``AtomicCheckpointIO`` does it.
+
+    Args:
+        mode: "full", or "weights_only" to take nothing but the model's weights from a checkpoint and begin a training.
+        override: Hyperparameters of the optimizer that the configuration decides, not the checkpoint: "lr" or
+            "optimizer.lr", ....
+        load: What optimizers of ours may do where a checkpoint does not fit exactly (convert formats, rename, start new
+            parameters afresh): a ``LoadOptions``, or its arguments; None leaves their ``load_options`` alone.
+
     Raises:
-        ValueError: On resume, if a later version of this package saved the checkpoint.
+        ValueError: ``mode`` is unknown, or ``override`` has no effect in it. On resume, if a later version of this
+            package saved the checkpoint or ``override`` names no hyperparameter.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mode: str = "full", override: Iterable[str] = (), load: Any = None) -> None:
+        if mode not in MODES:
+            raise ValueError(unknown_name("resume mode", mode, MODES))
+        if isinstance(override, str):
+            raise TypeError(f"override={override!r}: must be a list of settings; write [{override!r}]")
+        self.override = tuple(override)
+        if mode == "weights_only" and self.override:
+            raise ValueError(
+                f"override={list(self.override)} has no effect with weights_only, where every setting is the "
+                "configuration's; leave it out"
+            )
+        self.mode = mode
+        self.load = dict(load) if isinstance(load, Mapping) else load
         self._resume: tuple[dict[str, Any], Place] | None = None
+        self._configured: list[list[Numbers]] | None = None  # hyperparameters before a checkpoint is loaded
+        self._metrics: EpochMetricsRestorer | None = None
         self._finished: dict[str, Any] | None = None  # the state at the end of the last fit
         self._warned: set[str] = set()
 
@@ -62,7 +100,8 @@ class ExactResume(Callback):
         """Adds this callback's state; every rank takes part."""
         state = self._finished if self._finished is not None else self._collect(trainer)
         checkpoint["callbacks"][self.state_key] = state
-        if any(_is_ours(loader) for loader in _loaders(trainer)):
+        checkpoint[ENTRY] = {**checkpoint.get(ENTRY, {}), "format_version": FORMAT, "versions": installed_versions()}
+        if any(is_resumable_loader(loader) for loader in training_loaders(trainer)):
             # Stock Lightning could not hand these to the loaders that the user gave it, and would refuse to resume.
             checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
 
@@ -73,9 +112,11 @@ class ExactResume(Callback):
     def _collect(self, trainer: pl.Trainer) -> dict[str, Any]:
         mine = {
             "random": capture_random_state(),
-            "loaders": _loader_states(trainer),
+            "loaders": loader_states(trainer),
             "fetched": self._fetched_ahead(trainer),
             "gradients": _open_gradients(trainer),
+            "shapes": [loader_shape(loader) for loader in training_loaders(trainer)],
+            "epoch_metrics": capture_epoch_metrics(trainer),
         }
         ranks: list[Any] = [mine]
         if trainer.world_size > 1 and dist.is_available() and dist.is_initialized():
@@ -95,7 +136,9 @@ class ExactResume(Callback):
     # Restoring.
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Sees to it that the training loaders can be continued."""
+        """Sees to it that the training loaders can be continued, and checkpoint files are read and written safely."""
+        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+            trainer.strategy.checkpoint_io = AtomicCheckpointIO()
         if stage == "fit":
             source = trainer.fit_loop._data_source
             trainer.fit_loop._data_source = _ResumableSource(source, self._make_resumable)
@@ -107,24 +150,65 @@ class ExactResume(Callback):
         self._resume = None
         if trainer.state.fn != TrainerFn.FITTING or "loops" not in checkpoint:
             return
+        if self.mode == "weights_only":
+            if trainer.strategy.restore_checkpoint_after_setup:
+                raise NotImplementedError(
+                    f"weights_only with {type(trainer.strategy).__name__}: it restores everything in one act; "
+                    "load the weights in configure_model, or use one device or ddp"
+                )
+            checkpoint["callbacks"] = {}  # the rest is forgotten in on_fit_start
+            return
+        _check_version(checkpoint.get(ENTRY, {}).get("format_version", 1))
         state = checkpoint.get("callbacks", {}).get(self.state_key)
         if state is None:
             self._warn("the checkpoint was saved without ExactResume; data and random streams start anew")
             return
-        if state["format"] > FORMAT:
-            raise ValueError(
-                f"the checkpoint holds ExactResume state of format {state['format']}, this version reads formats up to "
-                f"{FORMAT}; resume with the lightning_fuse that saved it"
-            )
+        _check_version(state["format"])
         fit_loop = checkpoint["loops"]["fit_loop"]
         place = place_of(fit_loop)
         prepare_loops(fit_loop, place)
         self._resume = (state, place)
         fit_loop["state_dict"].pop("combined_loader", None)  # handed to the loaders here, at the right moment
 
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Notes the configured hyperparameters, and hands options to the optimizers, before their state is restored.
+
+        Raises:
+            ValueError: ``override`` names no hyperparameter.
+        """
+        self._configured = None
+        if trainer.ckpt_path is None or trainer.strategy.restore_checkpoint_after_setup:
+            return
+        loaded: Any = trainer._checkpoint_connector._loaded_checkpoint
+        loaded.pop("state_dict", None)  # in the model by now; its memory is wanted
+        if self.mode == "weights_only":
+            loaded.clear()  # Lightning then restores nothing more
+            return
+        self._configured = hyperparameters(trainer.optimizers)
+        override_keys(self.override, self._configured)
+        for optimizer in trainer.optimizers:
+            if self.load is not None and isinstance(optimizer, FusedOptimizer):
+                optimizer.load_options = _load_options(self.load)
+
+    def _settle_settings(self, trainer: pl.Trainer) -> None:
+        """Lets the configuration win where it shall, and says what differs."""
+        if self._configured is None:
+            return
+        configured, self._configured = self._configured, None
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        override = override_keys(self.override, configured)
+        lines = [str(found) for found in settle(trainer.optimizers, schedulers, configured, override)]
+        for optimizer in trainer.optimizers:
+            report = getattr(optimizer, "last_load", None)
+            if report is not None and not report.exact:
+                lines += str(report).split("\n")
+        if lines and trainer.is_global_zero:
+            print("\n".join(["resumed with settings or state that differ:", *(f"  {line}" for line in lines)]))
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Puts everything back; after this the run goes on as if it had never stopped."""
-        self._finished = None
+        self._finished = self._metrics = None
+        self._settle_settings(trainer)
         if self._resume is None:
             return
         state, place = self._resume
@@ -137,9 +221,44 @@ class ExactResume(Callback):
         mine = self._of_this_rank(trainer, state["ranks"])
         if mine is not None:
             _restore_gradients(pl_module, mine["gradients"])
-            _restore_loaders(trainer, mine["loaders"], mine["fetched"], place)
+            self._compare_loaders(trainer, mine.get("shapes", []))
+            if place not in BETWEEN:
+                self._metrics = EpochMetricsRestorer(mine.get("epoch_metrics", {}))
+            restore_loaders(trainer, mine["loaders"], mine["fetched"], place)
             restore_random_state(mine["random"])
         settle_loops(trainer, place)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Goes on with the averages of the epoch, after Lightning has begun it."""
+        if self._metrics is not None:
+            self._metrics.restore_modules(pl_module)
+            self._metrics.merge_logged(trainer)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Goes on with the averages that this batch has begun."""
+        if self._metrics is not None:
+            self._metrics.merge_logged(trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Goes on with what was logged after the last batch; the next epoch is whole."""
+        if self._metrics is not None:
+            self._metrics.merge_logged(trainer)
+            self._metrics = None
+
+    def _compare_loaders(self, trainer: pl.Trainer, saved: list[dict[str, Any]]) -> None:
+        """Says where the data are not those of the checkpoint, as far as a loader tells."""
+        for before, loader in zip(saved, training_loaders(trainer), strict=False):
+            changed = [
+                f"{key} is {now}, the checkpoint's was {before[key]}"
+                for key, now in loader_shape(loader).items()
+                if key in before and before[key] != now
+            ]
+            if changed:
+                self._warn(f"the data do not continue exactly: {'; '.join(changed)}. Its place is kept in batches")
 
     def _of_this_rank(self, trainer: pl.Trainer, ranks: list[Any]) -> dict[str, Any] | None:
         if len(ranks) == trainer.world_size:
@@ -187,61 +306,31 @@ class _ResumableSource(_DataLoaderSource):
         return self._convert(super().dataloader())
 
 
-def _loaders(trainer: pl.Trainer) -> list[Any]:
-    combined = trainer.fit_loop._combined_loader
-    return [] if combined is None else combined.flattened
-
-
-def _is_ours(loader: Any) -> bool:
-    return type(loader).__name__ == "ResumableLoader"
-
-
-def _is_torchdata(loader: Any) -> bool:
-    return any(kind.__name__ == "StatefulDataLoader" for kind in type(loader).__mro__)
-
-
-def _loader_states(trainer: pl.Trainer) -> list[Any]:
-    # A loader that was not iterated yet begins to be when it is asked, and draws its seeds.
-    with kept_random_state():
-        return [loader.state_dict() if isinstance(loader, _Stateful) else None for loader in _loaders(trainer)]
-
-
-def _restore_loaders(trainer: pl.Trainer, states: list[Any], fetched: list[Any], place: Place) -> None:
-    """Positions the training loaders; what is drawn meanwhile is for the caller to undo."""
-    fit_loop: Any = trainer.fit_loop
-    between = place in BETWEEN
-    for loader, state in zip(_loaders(trainer), states, strict=False):
-        if state is None or not hasattr(loader, "load_state_dict"):
-            continue
-        # Lightning tells a distributed sampler its epoch only after it has made the iterator.
-        _set_sampler_epoch(loader, fit_loop.epoch_progress.current.ready - 1)
-        if between and _is_torchdata(loader):
-            # At its epoch's last batch, so that the samplers' generators stand where the next epoch begins. Marked as
-            # not finished, or the loader would begin that epoch itself, and then Lightning another one.
-            loader.load_state_dict({**state, "_iterator_finished": False})
-            iter(loader)
-        else:
-            loader.load_state_dict(state)
-    if between or not any(state is not None for state in states):
-        return
-    fetcher = fit_loop._data_fetcher
-    ahead = getattr(fetcher, "prefetch_batches", 0)
-    fetcher.prefetch_batches = 0
-    iter(fetcher)
-    fetcher.prefetch_batches = ahead
-    if fetched:
-        fetcher.batches = fetched
-
-
 def _open_gradients(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
     """What an open accumulation window has gathered, by parameter name."""
     module = trainer.lightning_module
-    if not module.automatic_optimization or not trainer.fit_loop._should_accumulate():
-        return {}
-    if contract_of(trainer) is not None and trainer.world_size == 1:
-        return {}  # the precision plugin keeps them, of one rank
+    # In manual optimization only the module knows what of it a later step will use.
+    if module.automatic_optimization:
+        if not trainer.fit_loop._should_accumulate():
+            return {}
+        if contract_of(trainer) is not None and trainer.world_size == 1:
+            return {}  # the precision plugin keeps them, of one rank
     named = ((name, p.grad) for name, p in module.named_parameters())
     return {name: grad.detach().clone() for name, grad in named if grad is not None and not hasattr(grad, "to_local")}
+
+
+def _check_version(version: int) -> None:
+    if version > FORMAT:
+        raise ValueError(
+            f"the checkpoint holds ExactResume state of format {version}, this version reads formats up to "
+            f"{FORMAT}; resume with the lightning_fuse that saved it"
+        )
+
+
+def _load_options(load: Any) -> Any:
+    from lightning_fuse.optim import LoadOptions
+
+    return LoadOptions(**load) if isinstance(load, dict) else load
 
 
 def _restore_gradients(module: pl.LightningModule, gradients: dict[str, torch.Tensor]) -> None:

@@ -18,10 +18,12 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_fuse.callbacks.run_clocks import RunClocks
 from lightning_fuse.callbacks.run_result import (
     BestValue,
+    checkpoint_cost,
     checkpoint_ms,
     median,
     optimizer_share,
@@ -34,6 +36,7 @@ from lightning_fuse.callbacks.run_result import (
 )
 from lightning_fuse.callbacks.step_monitor import NO_METRICS, is_turn
 from lightning_fuse.records import (
+    FolderLock,
     MetricsTable,
     RunFolder,
     RunSummary,
@@ -45,6 +48,7 @@ from lightning_fuse.records import (
     write_manifest,
     write_summary,
 )
+from lightning_fuse.records.strict_json import plain
 from lightning_fuse.step import StepOutcome
 
 TOKENS_PER_S = "train/tokens_per_s"
@@ -62,9 +66,11 @@ class RunRecorder(Callback):
             callback that monitors one, or of TimeToTarget.
         mode: "min" or "max", for ``best_metric``.
         table: Print the summary as a table at the end.
+        restart: Begin anew in a folder of a run that ended before its first checkpoint.
 
     Raises:
         ValueError: On fit, if the folder holds another run.
+        RuntimeError: On fit, if another process is writing into the folder.
     """
 
     def __init__(
@@ -76,15 +82,19 @@ class RunRecorder(Callback):
         best_metric: str | None = None,
         mode: str = "min",
         table: bool = True,
+        restart: bool = False,
     ) -> None:
         self.folder = RunFolder(run_folder)
         self.config = dict(config or {})
         self.data_hash = data_hash
         self.table = table
+        self.restart = restart
         self.clocks = RunClocks()
         self.best = BestValue(best_metric, mode)
         self.skips: dict[str, int] = {}
         self.last: dict[str, Any] = {"global_step": 0, "update": 0, "loss_scale_after": None}
+        self._lock: FolderLock | None = None
+        self._metrics_of_due: dict[str, float] = {}  # of a resumed log step that was not written yet
         self._ours = False  # whether the folder's manifest is of this process's run
         self._rows: StepRows | None = None
         self._metrics: MetricsTable | None = None
@@ -109,13 +119,20 @@ class RunRecorder(Callback):
     def _take_folder(self, trainer: pl.Trainer) -> None:
         if not trainer.is_global_zero or self._ours:
             return
-        if trainer.ckpt_path is None and self.folder.manifest.exists():
+        fresh = self.restart and not list(self.folder.checkpoints.glob("*.ckpt"))
+        if trainer.ckpt_path is None and self.folder.manifest.exists() and not fresh:
             raise ValueError(
                 f"run folder {self.folder.path} already holds a run (manifest.json); "
                 "resume it from its checkpoint, or name a new folder"
             )
         self.folder.create()
-        if not self.folder.manifest.exists():
+        self._lock = FolderLock(self.folder.path)
+        if not self._lock.take():
+            raise RuntimeError(
+                f"run folder {self.folder.path}: another process is training in it now; wait for its end, or start a "
+                f"new run from its checkpoint with resume={self.folder.checkpoints}/last.ckpt"
+            )
+        if fresh or not self.folder.manifest.exists():
             write_manifest(self.folder.manifest, self._manifest(trainer))
         self._ours = True
 
@@ -134,7 +151,17 @@ class RunRecorder(Callback):
         self._metrics = MetricsTable(self.folder.metrics, keep_through=step)
         self._step_ms = array("d", _column(read_step_rows(self.folder.steps), "optimizer_ms"))
         self._tokens_per_s = array("d", _column(read_metrics(self.folder.metrics), TOKENS_PER_S))
+        self._write_resumed_metrics()
         write_summary(self.folder.summary, self._summary(trainer, "running", None))
+
+    def _write_resumed_metrics(self) -> None:
+        """Writes the last log step before the checkpoint, where the run was killed before it had done so."""
+        if self._due is None:
+            return
+        place, self._due = self._due, None
+        rows = read_metrics(self.folder.metrics)
+        if not rows or rows[-1]["step"] < place["step"]:
+            self._record(place, self._metrics_of_due)
 
     # Steps and metrics.
 
@@ -227,6 +254,8 @@ class RunRecorder(Callback):
 
     def _finish(self, trainer: pl.Trainer, status: str, reason: str | None) -> None:
         self.clocks.fit_ends()
+        if self._lock is not None:
+            self._lock.release()
         if not trainer.is_global_zero or trainer.state.fn != TrainerFn.FITTING:
             return
         # A fit that had nothing to do (the resumed run was finished) leaves the summary of the one that had.
@@ -266,6 +295,7 @@ class RunRecorder(Callback):
             target=target_record(trainer),
             targets=target_records(trainer),
             best=self.best.record(trainer),
+            checkpoints=checkpoint_cost(trainer),
             run_folder=str(self.folder.path),
         )
 
@@ -274,20 +304,40 @@ class RunRecorder(Callback):
             self._rows.close()
         self._rows = self._metrics = None
 
+    def _hash(self, trainer: pl.Trainer) -> str | None:
+        return self.data_hash or getattr(getattr(trainer, "datamodule", None), "data_hash", None)
+
     def _manifest(self, trainer: pl.Trainer) -> dict[str, Any]:
-        datamodule = getattr(trainer, "datamodule", None)
         gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         cuda = {} if torch.version.cuda is None else {"cuda": torch.version.cuda}
         return build_manifest(
             config=self.config,
             command=sys.argv,
             seed=self.config.get("seed"),
-            data_hash=self.data_hash or getattr(datamodule, "data_hash", None),
+            data_hash=self._hash(trainer),
             gpus=gpus,
             versions=cuda,
         )
 
     # Checkpoints.
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Adds what the run is, and the log step whose metrics are not written yet."""
+        about = {"config": plain(self.config), "data_hash": self._hash(trainer), "run_folder": str(self.folder.path)}
+        checkpoint["lightning_fuse"] = {**checkpoint.get("lightning_fuse", {}), **about}
+        if self._due is not None:
+            metrics = _numbers(trainer.callback_metrics, of=_names(trainer.fit_loop.epoch_loop, on_step=True))
+            checkpoint["callbacks"][self.state_key]["due"] = {"place": dict(self._due), "metrics": metrics}
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Says where the data are other ones."""
+        saved, now = checkpoint.get("lightning_fuse", {}).get("data_hash"), self._hash(trainer)
+        if trainer.state.fn == TrainerFn.FITTING and None not in (saved, now) and saved != now:
+            rank_zero_warn(f"the data are not those of the checkpoint: {now}, the checkpoint's were {saved}")
 
     def state_dict(self) -> dict[str, Any]:
         """Counts, clocks and the best value."""
@@ -304,6 +354,9 @@ class RunRecorder(Callback):
         self.last = dict(state_dict["last"])
         self.clocks.load_state_dict(state_dict["clocks"])
         self.best.load_state_dict(state_dict["best"])
+        due = state_dict.get("due")
+        if due is not None:
+            self._due, self._metrics_of_due = dict(due["place"]), dict(due["metrics"])
 
 
 def _in_training(trainer: pl.Trainer) -> bool:

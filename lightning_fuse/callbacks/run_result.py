@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_fuse.callbacks.step_monitor import state_bytes
 from lightning_fuse.callbacks.time_to_target import TimeToTarget
+from lightning_fuse.plugins.atomic_checkpoint import AtomicCheckpointIO
 from lightning_fuse.records import OptimizerSummary, RunSummary, summary_table
 
 # Class name to the word the user types.
@@ -143,6 +144,25 @@ def target_records(trainer: pl.Trainer) -> list[dict[str, Any]]:
 
 def _first_target(trainer: Any) -> TimeToTarget | None:
     return next((callback for callback in trainer.callbacks if isinstance(callback, TimeToTarget)), None)
+
+
+def checkpoint_cost(trainer: pl.Trainer) -> dict[str, Any] | None:
+    """What reading and writing checkpoints has cost, or None where somebody else than this package does it.
+
+    Args:
+        trainer: Whose.
+    """
+    files = trainer.strategy.checkpoint_io
+    if not isinstance(files, AtomicCheckpointIO) or not (files.saved.count or files.loaded.count):
+        return None
+    loaded = files.loaded if files.loaded.count else None
+    return {
+        "bytes": files.saved.bytes,
+        "saves": files.saved.count,
+        "save_seconds": files.saved.total_seconds,
+        "load_bytes": None if loaded is None else loaded.bytes,
+        "load_seconds": None if loaded is None else loaded.seconds,
+    }
 
 
 def peak_memory_bytes() -> int | None:

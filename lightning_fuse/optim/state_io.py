@@ -76,20 +76,7 @@ def load(optimizer: FusedOptimizer, state_dict: Any, options: LoadOptions) -> Lo
         TypeError: It is not a state dict.
         ValueError: It does not fit; nothing has been changed then.
     """
-    for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
-        replaced = pre_hook(optimizer, state_dict)
-        state_dict = state_dict if replaced is None else replaced
-    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
-        raise TypeError(
-            f"not an optimizer's state dict: expected the keys 'state' and 'param_groups', got {outline(state_dict)}"
-        )
-    try:
-        numbers, planned, left_out = _read(optimizer, state_dict, options)
-    except (KeyError, IndexError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
-        raise ValueError(
-            f"the state dict is damaged, or not one of an optimizer like this ({type(error).__name__}: {error}); "
-            "load a checkpoint of the same optimizer and model"
-        ) from error
+    numbers, planned, left_out = _checked(optimizer, state_dict, options)
     _prepare(optimizer, numbers, planned)
     # From here on nothing can be refused any more.
     for entry in planned:
@@ -105,6 +92,40 @@ def load(optimizer: FusedOptimizer, state_dict: Any, options: LoadOptions) -> Lo
         overridden=tuple(numbers.overridden),
         warnings=tuple(warning for entry in planned for warning in entry.warnings),
     )
+
+
+def check(optimizer: FusedOptimizer, state_dict: Any, options: LoadOptions) -> None:
+    """Refuses what ``load`` would refuse, and changes nothing.
+
+    Args:
+        optimizer: One like that which will load it.
+        state_dict: See ``load``.
+        options: See ``load``.
+
+    Raises:
+        TypeError: It is not a state dict.
+        ValueError: It does not fit.
+    """
+    _checked(optimizer, state_dict, options)
+
+
+def _checked(
+    optimizer: FusedOptimizer, state_dict: Any, options: LoadOptions
+) -> tuple[GroupNumbers, list[Planned], list[str]]:
+    for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        replaced = pre_hook(optimizer, state_dict)
+        state_dict = state_dict if replaced is None else replaced
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+        raise TypeError(
+            f"not an optimizer's state dict: expected the keys 'state' and 'param_groups', got {outline(state_dict)}"
+        )
+    try:
+        return _read(optimizer, state_dict, options)
+    except (KeyError, IndexError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
+        raise ValueError(
+            f"the state dict is damaged, or not one of an optimizer like this ({type(error).__name__}: {error}); "
+            "load a checkpoint of the same optimizer and model"
+        ) from error
 
 
 def _read(

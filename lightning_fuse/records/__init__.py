@@ -7,10 +7,14 @@
 ``metrics_table.py``    ``metrics.csv``: every measurement
 ``summary.py``          ``summary.json``: how it ended
 ``strict_json.py``      JSON that every reader accepts
+``checkpoint_file.py``  whether a checkpoint is whole
+``folder_lock.py``      one writer per run folder
 ``durable.py``          files that are old or new, never half
 ======================  ==========================================================================
 """
 
+from lightning_fuse.records.checkpoint_file import DamagedCheckpointError, verify
+from lightning_fuse.records.folder_lock import FolderLock, is_locked
 from lightning_fuse.records.manifest import (
     add_resume,
     build_manifest,
@@ -26,6 +30,8 @@ from lightning_fuse.records.summary import OptimizerSummary, RunSummary, read_su
 
 __all__ = [
     "Checkpoint",
+    "DamagedCheckpointError",
+    "FolderLock",
     "MetricsTable",
     "OptimizerSummary",
     "RunFolder",
@@ -35,6 +41,7 @@ __all__ = [
     "build_manifest",
     "config_changes",
     "find_checkpoint",
+    "is_locked",
     "last_step",
     "read_manifest",
     "read_metrics",
@@ -42,6 +49,7 @@ __all__ = [
     "read_summary",
     "sha256_of",
     "summary_table",
+    "verify",
     "write_manifest",
     "write_summary",
 ]

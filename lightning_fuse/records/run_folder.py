@@ -8,17 +8,21 @@ Layout::
     summary.json    how it ended                                                                 (summary.py)
     checkpoints/    *.ckpt, files or sharded folders
 
-A checkpoint is **complete** when its zip directory can be read (it stands at the end of the file, so a torn file has
-none) and it tells its ``global_step``; a sharded one when its ``.metadata``, which is written last, is there.
+A checkpoint is **complete** when its checksum holds (see ``checkpoint_file.py``) and it tells its ``global_step``; a
+sharded one when its ``.metadata``, which is written last, is there. Where the newest one is not complete, the one
+before it is used, with one warning.
 """
 
 from __future__ import annotations
 
 import pickletools
+import warnings
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_fuse.records.checkpoint_file import DamagedCheckpointError, is_whole, verify
 from lightning_fuse.records.step_rows import last_step
 
 CHECKPOINT_SUFFIX = ".ckpt"
@@ -91,22 +95,43 @@ class RunFolder:
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         return self
 
-    def newest_checkpoint(self) -> Checkpoint | None:
+    def newest_checkpoint(self, *, warn: bool = False) -> Checkpoint | None:
         """The complete checkpoint that a resumed run should continue from, or None.
 
         The one with the largest step wins, a copy's dates being worth nothing. Steps beyond the last step row belong to
         a branch that was given up (the run was resumed from an earlier checkpoint) and only count if nothing else is
         there.
-        """
-        found = [checkpoint for path in self._candidates() if (checkpoint := _checkpoint(path))]
-        if not found:
-            return None
-        reached = last_step(self.steps)
-        of_this_branch = [c for c in found if reached is None or c.global_step <= reached]
-        best = max(of_this_branch or found, key=lambda c: (c.global_step, c.path.stat().st_mtime_ns))
-        return Checkpoint(best.path, best.global_step, self.path)
 
-    def _candidates(self) -> list[Path]:
+        Args:
+            warn: Say in one warning which newer checkpoints were passed over because they are damaged.
+        """
+        candidates = {path: _checkpoint(path) for path in self.checkpoint_files()}
+        found = [checkpoint for checkpoint in candidates.values() if checkpoint is not None]
+        reached = last_step(self.steps)
+        # Those of this branch first, the newest of them first; only as many are read to the end as it takes.
+        found.sort(key=lambda c: (reached is None or c.global_step <= reached, *_age(c)), reverse=True)
+        broken = [path for path, checkpoint in candidates.items() if checkpoint is None]
+        for checkpoint in found:
+            if _is_complete(checkpoint.path):
+                if warn:
+                    self._warn_of_damage(broken, checkpoint)
+                return Checkpoint(checkpoint.path, checkpoint.global_step, self.path)
+            broken.append(checkpoint.path)
+        return None
+
+    def _warn_of_damage(self, broken: list[Path], used: Checkpoint) -> None:
+        # A damaged file that is older than the one that is used is no news.
+        written = used.path.stat().st_mtime_ns
+        newer = sorted(path.name for path in broken if path.stat().st_mtime_ns >= written)
+        if newer:
+            warnings.warn(
+                f"damaged and passed over in {self.checkpoints}: {', '.join(newer)}; "
+                f"{used.path.name} of step {used.global_step} is used",
+                stacklevel=4,
+            )
+
+    def checkpoint_files(self) -> list[Path]:
+        """Everything that is named like a checkpoint, complete or not."""
         # A link (save_last="link") only leads to what is found anyway.
         return sorted(path for path in self.checkpoints.rglob(f"*{CHECKPOINT_SUFFIX}") if not path.is_symlink())
 
@@ -122,21 +147,24 @@ def find_checkpoint(path: str | Path) -> Checkpoint:
 
     Raises:
         FileNotFoundError: There is nothing at that path, or the run folder holds no complete checkpoint.
-        ValueError: The file is no complete checkpoint.
+        DamagedCheckpointError: The file is no complete checkpoint (a ValueError).
     """
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"nothing to resume at {path}; give a run folder or a checkpoint file")
     if path.is_file() or _is_sharded(path):
+        if path.is_file():
+            verify(path)
         checkpoint = _checkpoint(path)
         if checkpoint is None:
-            raise ValueError(
-                f"{path} is not a complete checkpoint; give another one, or its run folder to use the newest that is"
+            raise DamagedCheckpointError(
+                f"{path} is not a complete checkpoint; give another one, or its run folder to use the newest that is "
+                "(it tells no global_step)"
             )
         return Checkpoint(path, checkpoint.global_step, _run_folder_of(path))
-    newest = RunFolder(path).newest_checkpoint()
+    newest = RunFolder(path).newest_checkpoint(warn=True)
     if newest is None:
-        broken = ", ".join(p.name for p in RunFolder(path)._candidates()) or "none"
+        broken = ", ".join(p.name for p in RunFolder(path).checkpoint_files()) or "none"
         raise FileNotFoundError(
             f"{path} holds no complete checkpoint (incomplete ones: {broken}); "
             "give a folder with checkpoints/, or a checkpoint file"
@@ -155,8 +183,16 @@ def _is_sharded(path: Path) -> bool:
     return path.is_dir() and (path / ".metadata").is_file()
 
 
+def _age(checkpoint: Checkpoint) -> tuple[int, int]:
+    return checkpoint.global_step, checkpoint.path.stat().st_mtime_ns
+
+
+def _is_complete(path: Path) -> bool:
+    return is_whole(path / "meta.pt" if _is_sharded(path) else path)
+
+
 def _checkpoint(path: Path) -> Checkpoint | None:
-    """The checkpoint at a path, or None if it is torn or foreign."""
+    """The checkpoint at a path, or None if its directory is torn or foreign; its contents are not read here."""
     archive = path / "meta.pt" if _is_sharded(path) else path
     step = _saved_step(archive) if archive.is_file() else None
     return None if step is None else Checkpoint(path, step)
@@ -171,13 +207,13 @@ def _saved_step(archive: Path) -> int | None:
     try:
         with zipfile.ZipFile(archive) as members:
             name = next((name for name in members.namelist() if name.endswith("data.pkl")), None)
-            if name is None or members.testzip() is not None:
-                return None  # no checkpoint of torch's, or a member whose checksum is wrong
+            if name is None:
+                return None  # no checkpoint of torch's
             seen = False
             for opcode, argument, _ in pickletools.genops(members.read(name)):
                 if seen and opcode.name in INTEGER_OPCODES:
                     return argument
                 seen = seen or argument == "global_step"
-    except (zipfile.BadZipFile, OSError, ValueError, EOFError):
+    except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, EOFError, RuntimeError, zlib.error):
         return None
     return None

@@ -81,6 +81,8 @@ class RunSummary:
             TimeToTarget.
         targets: The same for each of its targets, the easiest first; empty where there is one alone.
         best: ``{metric, mode, value, step, checkpoint}``.
+        checkpoints: Their cost in this process: ``{bytes, saves, save_seconds, load_bytes, load_seconds}``; ``bytes``
+            of the last one, ``save_seconds`` of all of them, the loaded ones None where nothing was resumed.
         last_checkpoint: The checkpoint that a resume goes on from.
         run_folder: Where the records are.
     """
@@ -105,6 +107,7 @@ class RunSummary:
     target: dict[str, Any] | None = None
     targets: list[dict[str, Any]] = field(default_factory=list)
     best: dict[str, Any] | None = None
+    checkpoints: dict[str, Any] | None = None
     last_checkpoint: str | None = None
     run_folder: str = ""
 
@@ -191,6 +194,18 @@ def _cost_rows(summary: RunSummary) -> list[tuple[str, str]]:
     if summary.train_seconds is not None and summary.wall_seconds is not None:
         train, validation, wall = summary.train_seconds, summary.validation_seconds or 0.0, summary.wall_seconds
         rows.append(("seconds", f"{train:.1f} training, {validation:.1f} validation, {wall:.1f} in all"))
+    if summary.checkpoints is not None:
+        rows += _checkpoint_rows(summary.checkpoints)
+    return rows
+
+
+def _checkpoint_rows(cost: Mapping[str, Any]) -> list[tuple[str, str]]:
+    rows = []
+    if cost["saves"]:
+        each = f"{cost['save_seconds'] / cost['saves']:.2f} s each"
+        rows.append(("checkpoints", f"{_size(cost['bytes'])}, {cost['saves']:,} saved, {each}"))
+    if cost["load_bytes"]:
+        rows.append(("resumed", f"from {_size(cost['load_bytes'])} in {cost['load_seconds']:.2f} s"))
     return rows
 
 
