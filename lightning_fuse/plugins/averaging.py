@@ -49,7 +49,8 @@ def _should_update(
 ) -> bool:
     if step_idx is not None:
         catch_up()
-        if contract.last is None or not contract.last.applied:
+        # Of several optimizers that stepped in a batch any one will do.
+        if not any(outcome.applied for outcome in contract.latest):
             return False
     return stock(callback, step_idx=step_idx, epoch_idx=epoch_idx)
 

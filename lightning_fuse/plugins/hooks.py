@@ -42,7 +42,9 @@ class ContractHooks(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Ends the training step of manual optimization: the loss scale moves once, after all optimizers."""
-        if not pl_module.automatic_optimization:
+        if pl_module.automatic_optimization:
+            self.plugin.end_batch()
+        else:
             self.plugin.settle(trainer, pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

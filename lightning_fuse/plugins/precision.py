@@ -72,6 +72,7 @@ class FusePrecision(Precision):
         self._open_gradients: dict[str, Tensor] = {}  # of a resumed open window, until training starts
         self._folded_clip: float | None = None  # a clip norm to fold into the step under way
         self._folding = False
+        self._stepped: set[Optimizer] = set()  # since the last backward
         self._watch = UnscaledWatch()
 
     # What the wrapped plugin does.
@@ -169,6 +170,11 @@ class FusePrecision(Precision):
         if self._ranks is not None:
             self._ranks.hold()
 
+    def end_batch(self) -> None:
+        """Drops a short last window where the policy says so; called by ``hooks.py``."""
+        if self._windows is not None:
+            self._windows.end_batch()
+
     def end_epoch(self) -> None:
         """Carries an open window over where the policy says so; called by ``hooks.py``."""
         if self._windows is not None:
@@ -187,6 +193,7 @@ class FusePrecision(Precision):
         """Counts the micro-batch into the open window."""
         self._watch.end()
         self.contract.contribute()
+        self._stepped.clear()  # any optimizer may have got gradients for its next step
         return super().post_backward(tensor, module)
 
     def optimizer_step(  # type: ignore[override]
@@ -222,6 +229,7 @@ class FusePrecision(Precision):
         )
         if self._ranks is not None:
             self._ranks.stepped(optimizer)
+        self._stepped.add(optimizer)
         if automatic:
             self.settle(trainer, model)
         return result
@@ -237,7 +245,9 @@ class FusePrecision(Precision):
             trainer: The trainer, whose callbacks are told.
             model: The module, which is told too.
         """
-        self._tell_all(trainer, model, self.contract.settle())
+        waiting = [] if model.automatic_optimization else [o for o in self._optimizers if o not in self._stepped]
+        self._tell_all(trainer, model, self.contract.settle(waiting))
+        self._stepped.clear()
 
     def catch_up(self) -> None:
         """Tells outcomes that were left on a GPU, and lets schedulers follow them; nothing is left on a CPU."""

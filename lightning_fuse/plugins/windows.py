@@ -83,6 +83,11 @@ class LoopWindows:
         else:
             rank_zero_warn(f"{facts}: every window is short (window={self._policy!r})")
 
+    def end_batch(self) -> None:
+        """Drops a short last window with the epoch's last batch: validation and checkpoints come after that."""
+        if self._policy == "drop" and self._loop._num_ready_batches_reached():
+            self._contract.window.close()
+
     def end_epoch(self) -> None:
         """Carries the open window into the next epoch, or drops it, where the policy says so."""
         if self._policy == "carry":

@@ -20,7 +20,7 @@ or ``clip_norm_`` was called; with others the gradients that were applied. A ski
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from time import perf_counter
 from typing import Any
 
@@ -52,6 +52,7 @@ class StepContract:
 
     Attributes:
         last: The outcome of the last step that was settled.
+        latest: All outcomes of the last training step that had any.
         policy: What becomes of gradients that are not finite.
         last_step_ms: Host time of the last optimizer step, verdict included, in milliseconds.
         names: Names of parameters, for messages about optimizers that were given none.
@@ -74,6 +75,7 @@ class StepContract:
         self.window = AccumulationWindow(window)
         self.deferred = deferred
         self.last: StepOutcome | None = None
+        self.latest: list[StepOutcome] = []
         self.last_step_ms: float | None = None
         self.names: dict[Tensor, str] = {}
         self.counters = RunCounters()
@@ -220,8 +222,12 @@ class StepContract:
             self.window.end_soon()
         self.last_step_ms = (perf_counter() - started) * 1e3
 
-    def settle(self) -> list[StepOutcome]:
+    def settle(self, waiting: Iterable[Optimizer] = ()) -> list[StepOutcome]:
         """Ends a training step: the loss scale moves once, whatever number of optimizers stepped.
+
+        Args:
+            waiting: Optimizers whose gradients are still being gathered over several training steps: where the loss
+                scale moves, their gradients move with it.
 
         Returns:
             One outcome for each ``step`` since the last call, in order; on a GPU those of the training step before.
@@ -232,7 +238,9 @@ class StepContract:
         known = self.collect()
         pending, self._pending = self._pending, []
         if self.loss_scale is not None and self._overflow is not None:
+            before = self.loss_scale.tensor()
             self.loss_scale.move(self._overflow)
+            self._rescale(waiting, self.loss_scale.tensor() / before)
         self._overflow = None
         if pending:
             self.window.close()
@@ -253,7 +261,8 @@ class StepContract:
         """
         sealed, self._sealed = self._sealed, []
         outcomes = [self._outcome(report) for report in sealed]
-        self.last = outcomes[-1] if outcomes else self.last
+        if outcomes:
+            self.latest, self.last = outcomes, outcomes[-1]
         return outcomes
 
     def state_dict(self) -> dict[str, Any]:
@@ -317,6 +326,13 @@ class StepContract:
         if not skipped:
             self._apply(optimizer, grads, None if factor is neutral else factor, skip_on)
         self._report(index, where, None, (found_inf, grad_norm, neutral if coef is None else coef))
+
+    def _rescale(self, waiting: Iterable[Optimizer], ratio: Tensor) -> None:
+        """Brings gradients that carry the old loss scale to the new one; on a GPU nobody asks whether they differ."""
+        for optimizer in map(unwrapped, waiting):
+            grads = [] if optimizer in self._looks else gradients(optimizer)
+            if grads and (ratio.device.type != "cpu" or float(ratio) != 1.0):
+                torch._foreach_mul_(grads, ratio)
 
     def _apply(self, optimizer: Optimizer, grads: list[Tensor], factor: Tensor | None, skip_on: Tensor | None) -> None:
         if isinstance(optimizer, FusedOptimizer):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback
 from torch.utils.data import DataLoader
 
 from lightning_fuse import Fuse
@@ -249,3 +249,57 @@ def test_the_plugin_alone_is_enough_for_a_second_fit():
     trainer.fit(module, one_bad(2))
     assert contract_of(trainer).updates == 4
     assert module.w.tolist() == [-3.0] * 4
+
+
+class Unequal(Pair):
+    """Steps a on every batch and b on every second one."""
+
+    def training_step(self, batch, batch_idx):
+        a, b = self.optimizers()
+        self.toggle_optimizer(a)
+        self.manual_backward((self.a * batch[0]).sum())
+        a.step()
+        a.zero_grad()
+        self.untoggle_optimizer(a)
+        self.toggle_optimizer(b)
+        self.manual_backward((self.b * batch[1]).sum() / 2)
+        if batch_idx % 2:
+            b.step()
+            b.zero_grad()
+        self.untoggle_optimizer(b)
+
+
+def unequal(fuse, of_a=(BAD, 1.0, 1.0, 1.0), **settings):
+    module = Unequal()
+    loader = pairs(*[[gradient, 1.0] for gradient in of_a])
+    trainer, _ = train(module, loader, *fuse, precision=half(1024.0, **settings))
+    return module.a.item(), module.b.item(), trainer
+
+
+FUSES = {"ours": [Fuse()], "kept": [Fuse(optimizer=None)]}
+
+
+@pytest.mark.parametrize("fuse", FUSES)
+def test_case_05_gradients_that_wait_move_with_the_scale(fuse):
+    """The scale halves after the first batch, while b holds half of its gradient."""
+    assert unequal(FUSES[fuse])[:2] == (-3.0, -2.0)
+
+
+@pytest.mark.parametrize("fuse", FUSES)
+def test_case_05_gradients_that_wait_move_with_a_scale_that_grows(fuse):
+    a, b, trainer = unequal(FUSES[fuse], (1.0,) * 4, growth_interval=1)
+    assert (a, b) == (-4.0, -2.0)
+    assert contract_of(trainer).loss_scale.value == 1024.0 * 2**4
+
+
+def test_case_05_stock_adds_gradients_of_two_scales():
+    assert unequal([], (1.0,) * 4, growth_interval=1)[1] != -2.0
+
+
+@pytest.mark.parametrize("fuse", FUSES)
+def test_an_average_follows_any_of_several_optimizers(fuse):
+    module = Pair()
+    train(module, pairs([1.0, BAD], [1.0, BAD], [1.0, BAD]), *FUSES[fuse], EMAWeightAveraging(decay=0.5))
+    # a is -1, -2, -3; the average begins with the first and halves the distance: -1, -1.5, -2.25.
+    assert module.a.item() == -2.25
+    assert module.b.item() == 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_fuse import Fuse
@@ -95,6 +95,24 @@ def test_case_21_an_epoch_that_never_fills_a_window_is_reported(settings):
     moved, outcomes, _ = windows(one_bad(3), "carry", settings, epochs=4)
     assert outcomes.of("window_size") == [4, 4, 4]
     assert moved == 3.0
+
+
+@pytest.mark.parametrize("window", ["mean", "sum", "drop"])
+def test_case_23_validation_and_checkpoints_after_a_short_last_window_find_it_closed(window, settings, tmp_path):
+    class Saved(ModelCheckpoint):
+        def _save_checkpoint(self, trainer, filepath):
+            saved.append(contract_of(trainer).contributions)
+            super()._save_checkpoint(trainer, filepath)
+
+    seen, saved = AtValidation(), []
+    trainer = quiet_trainer(
+        Fuse(window=window, **settings), seen, Saved(tmp_path), max_epochs=2, accumulate_grad_batches=3,
+        enable_checkpointing=True, num_sanity_val_steps=0,
+    )  # fmt: skip
+    trainer.fit(Validated(sgd), one_bad(10), one_bad(1))
+    steps = 3 if window == "drop" else 4
+    assert seen.updates == [(steps, 0), (2 * steps, 0)]
+    assert saved == [0, 0]
 
 
 class Tokens(Four):
