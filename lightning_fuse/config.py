@@ -110,9 +110,6 @@ def choice_of(cfg: DictConfig) -> Choice:
     Raises:
         Refusal: The optimizer comes from a package that is not known here.
     """
-    package = str(cfg.optimizer._target_).split(".")[0]
-    if package not in FAMILIES:
-        raise Refusal(unknown_name("package of optimizers", package, FAMILIES))
     return Choice(
         optimizer=cfg.optimizer.name,
         state=cfg.state.format,
@@ -122,7 +119,7 @@ def choice_of(cfg: DictConfig) -> Choice:
         patterns=bool(cfg.state.patterns),
         # LARS keeps its buffer whatever the momentum.
         momentum=cfg.optimizer.get("momentum") if str(cfg.optimizer.name).startswith("sgd") else None,
-        family=FAMILIES[package],
+        family=_family(str(cfg.optimizer._target_)),
     )
 
 
@@ -260,6 +257,28 @@ _KEYS = {
     "patterns": "state.patterns",
     "momentum": "optimizer.momentum",
 }
+
+
+def _family(target: str) -> str:
+    """Whose optimizer a factory is. One of another package counts as ours where it is a ``FusedOptimizer``."""
+    from hydra.utils import get_class
+
+    from lightning_fuse.optim import FusedOptimizer
+
+    package = target.split(".")[0]
+    if package in FAMILIES:
+        return FAMILIES[package]
+    try:
+        fused = issubclass(get_class(target), FusedOptimizer)
+    except Exception as error:
+        raise Refusal(f"optimizer._target_={target}: {error}; name a class that can be imported") from error
+    if not fused:
+        known = ", ".join(FAMILIES)
+        raise Refusal(
+            f"optimizer._target_={target}: what {package} keeps as state is not known here; known packages: {known}; "
+            "derive the class from lightning_fuse.optim.FusedOptimizer"
+        )
+    return "fused"
 
 
 def _obstacle_of_fused(choice: Choice) -> Obstacle | None:

@@ -20,7 +20,7 @@ T = TypeVar("T", bound=Named)
 
 
 class Registry(Mapping[str, T]):
-    """A read-only mapping from name to entry.
+    """A mapping from name to entry; entries are added, never replaced or removed.
 
     Args:
         kind: What the entries are, as it reads in an error ("state format").
@@ -34,9 +34,24 @@ class Registry(Mapping[str, T]):
         self.kind = kind
         self._entries: dict[str, T] = {}
         for entry in entries:
-            if entry.name in self._entries:
-                raise ValueError(f"{kind} {entry.name!r} is registered twice; give one of them another name")
-            self._entries[entry.name] = entry
+            self.register(entry)
+
+    def register(self, entry: T) -> T:
+        """Adds an entry, from outside of this package, too.
+
+        Args:
+            entry: Found by its ``name`` from now on.
+
+        Returns:
+            The entry.
+
+        Raises:
+            ValueError: There is one of that name.
+        """
+        if entry.name in self._entries:
+            raise ValueError(f"{self.kind} {entry.name!r} is registered twice; give one of them another name")
+        self._entries[entry.name] = entry
+        return entry
 
     def __getitem__(self, name: str) -> T:
         try:

@@ -1,49 +1,22 @@
-"""What README.md and docs/ show works: their Python examples run as they are, commands and pages exist."""
+"""README.md and docs/ hold together: the targets, pages and links that they name exist."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-def blocks(text: str, language: str) -> list[str]:
-    """The fenced blocks of one language, in order."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-
+from tests.pages import PAGES, ROOT, blocks, text_of
 
 DOCS = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
-PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *DOCS]
-PYTHON = {
-    f"{page}:{number}": example
-    for page in PAGES
-    for number, example in enumerate(blocks((ROOT / page).read_text(encoding="utf-8"), "python"))
-}
-
-
-def test_there_are_examples() -> None:
-    assert len(PYTHON) >= 5
-
-
-@pytest.mark.parametrize("name", PYTHON)
-def test_an_example_runs_as_it_is(name: str, run_python: Callable, tmp_path: Path) -> None:
-    example = tmp_path / "example.py"
-    example.write_text(PYTHON[name], encoding="utf-8")
-    process = run_python(str(example))
-    assert process.returncode == 0, process.stdout + process.stderr
 
 
 def test_every_make_target_named_exists() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z-]+):", makefile, flags=re.MULTILINE))
     for page in ("README.md", "CONTRIBUTING.md"):
-        text = (ROOT / page).read_text(encoding="utf-8")
-        commands = "".join(blocks(text, "sh"))
+        commands = "".join(block.text for block in blocks(text_of(page), "sh"))
         named = set(re.findall(r"^make ([a-z-]+)", commands, flags=re.MULTILINE))
         assert named
         assert named <= targets

@@ -70,3 +70,11 @@ def test_the_words_that_users_type_are_these() -> None:
     assert set(STATE_FORMATS) == {"fp32", "bf16", "int8", "int8_bf16"}
     assert set(MASTERS) == {"none", "fp32", "split", "split8"}
     assert "reference" in KERNELS
+
+
+def test_an_entry_from_outside_is_added_once(pets: Registry[Entry]) -> None:
+    assert pets.register(Entry("newt")) == Entry("newt")
+    assert list(pets) == ["dog", "cat", "newt"]
+    with pytest.raises(ValueError, match="pet 'cat' is registered twice"):
+        pets.register(Entry("cat"))
+    assert len(pets) == 3
