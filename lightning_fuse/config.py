@@ -197,9 +197,9 @@ def optimizer_factory(cfg: DictConfig) -> partial[Optimizer]:
     settings.pop("name")
     factory: partial[Optimizer] = instantiate(settings, _convert_="all")
     if family == "fused":
-        return partial(factory, state=state_spec(cfg), master=cfg.master, kernel=cfg.kernel)
+        return _with(factory, state=state_spec(cfg), master=cfg.master, kernel=cfg.kernel)
     if family == "bnb":
-        return partial(factory, optim_bits=BNB_BITS[cfg.state.format])
+        return _with(factory, optim_bits=BNB_BITS[cfg.state.format])
     return factory
 
 
@@ -370,6 +370,12 @@ def _check_callbacks(cfg: DictConfig) -> None:
             other = "precision=16-mixed"
             message = f"callbacks.fuse.{key} has no effect: precision={cfg.precision} has no loss scale; use {other}"
             raise Refusal(message, (other,))
+
+
+def _with(factory: partial[Optimizer], **more: Any) -> partial[Optimizer]:
+    """A factory with more keywords, all of them readable: recipes look for ``weight_decay`` among them."""
+    # functools merges a partial of a partial only where the inner one is of its own kind; Hydra's is not.
+    return partial(factory, **factory.keywords, **more)
 
 
 def _shown(value: Any) -> str:

@@ -190,3 +190,13 @@ def test_a_recipe_brings_its_own_choices_and_gives_way_to_the_users() -> None:
     assert composed("model=small", "recipe=byte_lm").model.width == 384
     assert composed("trainer=debug").trainer.max_steps == 2
     assert list(composed("logger=[csv,wandb]").logger) == ["csv", "wandb"]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_configured_decay_reaches_the_weights_and_only_them(optimizer: str, tmp_path: Path) -> None:
+    words = (f"optimizer={optimizer}", "optimizer.weight_decay=0.25")
+    run = Run(composed(*SMALL, "recipe=byte_lm", *words, run_folder=tmp_path / "run"), list(words))
+    weights, others = run.module.optimizer_groups()
+    assert (weights["weight_decay"], others["weight_decay"]) == (0.25, 0.0)
+    built = run.module.optimizer_factory([weights, others])
+    assert [group["weight_decay"] for group in built.param_groups] == [0.25, 0.0]
