@@ -45,7 +45,7 @@ OUTSIDE = {
     "step": {"torch"},
     "records": set(),
     "plugins": {"torch", "lightning"},
-    "callbacks": {"torch", "lightning", "numpy", "rich", "torchdata", "torchmetrics"},
+    "callbacks": {"torch", "lightning", "matplotlib", "numpy", "rich", "torchdata", "torchmetrics"},
     "reports": {"matplotlib", "numpy", "rich", "wandb"},
 }
 ONLY_IN = {"triton": "kernels/gpu", "ctypes": "kernels/cpu"}

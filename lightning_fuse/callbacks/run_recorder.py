@@ -284,7 +284,7 @@ class RunRecorder(Callback):
             loss_scale=self.last["loss_scale_after"],
             optimizers=summarize_optimizers(trainer, word),
             peak_memory_bytes=peak_memory_bytes(),
-            peak_gpu_bytes=peak_gpu_bytes(),
+            peak_gpu_bytes=peak_gpu_bytes(trainer),
             tokens_per_s=median(self._tokens_per_s),
             optimizer_ms=median(self._step_ms),
             checkpoint_ms=checkpoint_ms(trainer),

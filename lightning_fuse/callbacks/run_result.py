@@ -175,11 +175,16 @@ def peak_memory_bytes() -> int | None:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def peak_gpu_bytes() -> int | None:
-    """The most memory that torch has held on one GPU, or None without one in use."""
+def peak_gpu_bytes(trainer: pl.Trainer) -> int | None:
+    """The most memory that torch has held on one GPU, or None without one in use.
+
+    Args:
+        trainer: Whose; a callback that resets torch's own count keeps what it was.
+    """
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return None
-    return max(torch.cuda.max_memory_allocated(device) for device in range(torch.cuda.device_count()))
+    kept = [getattr(callback, "gpu_watermark", 0) for callback in trainer.callbacks]  # type: ignore[attr-defined]
+    return max(*kept, *(torch.cuda.max_memory_allocated(device) for device in range(torch.cuda.device_count())))
 
 
 def median(values: Sequence[float]) -> float | None:
