@@ -114,6 +114,10 @@ class DigitsGAN(Recipe):
             group["params"] = [(f"model.{name}", p) for name, p in group["params"] if name.startswith(f"{part}.")]
         return [group for group in groups if group["params"]]
 
+    def groups_of_optimizers(self) -> list[list[dict[str, Any]]]:
+        """See ``Recipe``; one optimizer for each part."""
+        return [self.optimizer_groups(part) for part in PARTS]
+
     def configure_optimizers(self) -> Any:
         """Lightning's hook: an optimizer and a schedule for each part.
 

@@ -39,6 +39,10 @@ class Recipe(L.LightningModule):
         """Named parameter groups: weights with the optimizer's decay, biases and norms with none."""
         return param_groups(self, weight_decay=self.optimizer_factory.keywords.get("weight_decay", 0.0))
 
+    def groups_of_optimizers(self) -> list[list[dict[str, Any]]]:
+        """The groups of each optimizer, for who wants to count them before they are built; one here."""
+        return [self.optimizer_groups()]
+
     def configure_optimizers(self) -> dict[str, Any]:
         """Lightning's hook: the optimizer and the schedule that drives it."""
         optimizer = self.optimizer_factory(self.optimizer_groups())

@@ -114,7 +114,7 @@ def _of_recipe(asked: Asked) -> tuple[list[Counted], Any]:
     recipe = instantiate(cfg.recipe.module, _partial_=True)(model, optimizer_factory(cfg), instantiate(cfg.schedule))
     chosen = {"optimizer": resolved(cfg.optimizer), "state": resolved(cfg.state)}
     setup = setup_of({**chosen, "master": cfg.master, "precision": cfg.precision}, asked.shards)
-    return counted(recipe, recipe.optimizer_groups()), setup
+    return counted(recipe, recipe.groups_of_optimizers()), setup
 
 
 if __name__ == "__main__":

@@ -55,6 +55,7 @@ class Counted:
         parameter: False for a buffer.
         floating: Whether the precision decides its dtype.
         width: Bytes of one element where it does not.
+        optimizer: Which of several optimizers steps it.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Counted:
     parameter: bool = True
     floating: bool = True
     width: int = 4
+    optimizer: int = 0
 
 
 @dataclass(frozen=True)
@@ -243,9 +245,9 @@ def ledger_of(tensors: Iterable[Counted], setup: Setup) -> Ledger:
         ledger.gradients += nbytes
         for piece in pieces(tensor, shape, setup):
             ledger.state[piece.key] = ledger.state.get(piece.key, 0) + piece.nbytes
-            layout.add(piece)
-    if setup.kind.family == "bnb" and any(key.startswith("absmax") for key in ledger.state):
-        ledger.state["qmap"] = 2 * BNB_TABLE * WIDTH["fp32"]
+            layout.add(piece, tensor.optimizer)
+    if setup.kind.family == "bnb" and (users := layout.optimizers_with("absmax1")):
+        ledger.state["qmap"] = users * 2 * BNB_TABLE * WIDTH["fp32"]
     ledger.allocated = layout.nbytes if setup.kind.family == "fused" else ledger.state_total
     if setup.shards > 1:
         ledger.notes.append(f"bytes of the first of {setup.shards} shards, which holds most; buffers are not cut")
@@ -310,54 +312,58 @@ def bare(parameters: int, setup: Setup, tensors: int = 1) -> Ledger:
     return ledger
 
 
-def counted(module: Any, groups: Sequence[dict[str, Any]] | None = None) -> list[Counted]:
+def counted(module: Any, optimizers: Sequence[Sequence[dict[str, Any]]] | None = None) -> list[Counted]:
     """The tensors of a torch module, on the meta device or any other; only names, shapes and dtypes are read.
 
     Args:
         module: The module.
-        groups: Parameter groups with (name, parameter) pairs, in whose order the optimizer has them; None takes the
-            module's order.
+        optimizers: Of every optimizer its parameter groups with (name, parameter) pairs, in whose order it has them;
+            None stands for one that has all trainable parameters in the module's order.
 
     Returns:
         Parameters, trained ones first, and buffers.
     """
     named = list(module.named_parameters())
-    if groups is None:
-        trained = [(name, p) for name, p in named if p.requires_grad]
-    else:
-        trained = [pair for group in groups for pair in group["params"]]
-    stepped = {name for name, _ in trained}
-    rest = [(name, p) for name, p in named if name not in stepped]
+    if optimizers is None:
+        optimizers = [[{"params": [(name, p) for name, p in named if p.requires_grad]}]]
+    trained = [
+        (index, name, p) for index, groups in enumerate(optimizers) for group in groups for name, p in group["params"]
+    ]
+    stepped = {name for _, name, _ in trained}
     return [
-        *(_count(name, p) for name, p in trained),
-        *(_count(name, p, trained=False) for name, p in rest),
+        *(_count(name, p, optimizer=index) for index, name, p in trained),
+        *(_count(name, p, trained=False) for name, p in named if name not in stepped),
         *(_count(name, b, trained=False, parameter=False) for name, b in module.named_buffers()),
     ]
 
 
 class _Regions:
-    """Adds up what ``optim.regions.allocate`` takes for the pieces of a first step."""
+    """Adds up what ``optim.regions.allocate`` takes for the pieces of each optimizer's first step."""
 
     def __init__(self) -> None:
-        self.sizes: dict[tuple[str, str], int] = {}
+        self.sizes: dict[int, dict[tuple[str, str], int]] = {}
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: Piece, optimizer: int) -> None:
         per_line = ALIGNMENT // WIDTH[piece.dtype]
         taken = 1 if piece.scalar else ceil(piece.count / per_line) * per_line
-        region = (piece.key, piece.dtype)
-        self.sizes[region] = self.sizes.get(region, 0) + taken
+        region, sizes = (piece.key, piece.dtype), self.sizes.setdefault(optimizer, {})
+        sizes[region] = sizes.get(region, 0) + taken
+
+    def optimizers_with(self, key: str) -> int:
+        return sum(any(name == key for name, _ in sizes) for sizes in self.sizes.values())
 
     @property
     def nbytes(self) -> int:
         return sum(
             elements * WIDTH[dtype] + STAGGER * (number % 8)
-            for number, ((_, dtype), elements) in enumerate(self.sizes.items())
+            for sizes in self.sizes.values()
+            for number, ((_, dtype), elements) in enumerate(sizes.items())
         )
 
 
-def _count(name: str, tensor: Any, trained: bool = True, parameter: bool = True) -> Counted:
+def _count(name: str, tensor: Any, trained: bool = True, parameter: bool = True, optimizer: int = 0) -> Counted:
     floating = bool(tensor.is_floating_point())
-    return Counted(name, tuple(tensor.shape), trained, parameter, floating, int(tensor.element_size()))
+    return Counted(name, tuple(tensor.shape), trained, parameter, floating, int(tensor.element_size()), optimizer)
 
 
 def _check_patterns(tensors: Sequence[Counted], setup: Setup) -> None:

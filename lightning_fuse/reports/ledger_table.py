@@ -62,7 +62,7 @@ def show_run(config: Mapping[str, Any], module: Any) -> None:
         config: Its resolved configuration.
         module: Its recipe.
     """
-    tensors = counted(module, module.optimizer_groups())
+    tensors = counted(module, module.groups_of_optimizers())
     show(of_tensors(tensors, ledger_of(tensors, setup_of(config))))
 
 

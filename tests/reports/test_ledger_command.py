@@ -52,18 +52,22 @@ def test_state_of_every_recipe_is_predicted_to_the_byte(recipe: str) -> None:
         module = instantiate(cfg.recipe.module, _partial_=True)(
             model, optimizer_factory(cfg), instantiate(cfg.schedule)
         )
-        ledger = ledger_of(counted(module, module.optimizer_groups()), setup_of(resolved(cfg)))
+        ledger = ledger_of(counted(module, module.groups_of_optimizers()), setup_of(resolved(cfg)))
         module.to(PARAMETER_DTYPES.get(cfg.precision, torch.float32))
-        optimizer = module.optimizer_factory(module.optimizer_groups())
+        optimizers = [module.optimizer_factory(groups) for groups in module.groups_of_optimizers()]
         for p in module.parameters():
             p.grad = torch.ones_like(p)
-        optimizer.step()
-        tensors = [(key, t) for state in optimizer.state.values() for key, t in state.items()]
+        said: dict[str, int] = {}
+        for optimizer in optimizers:
+            optimizer.step()
+            for key, count in optimizer.state_bytes().items():
+                said[key] = said.get(key, 0) + count
+        tensors = [(key, t) for o in optimizers for state in o.state.values() for key, t in state.items()]
         measured: dict[str, int] = {}
         for key, tensor in tensors:
             measured[key] = measured.get(key, 0) + tensor.nbytes
         regions = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for _, t in tensors}
-        assert ledger.state == measured == optimizer.state_bytes(), words
+        assert ledger.state == measured == said, words
         assert ledger.allocated == sum(regions.values()), words
         assert ledger.parameters == ledger.gradients == sum(p.nbytes for p in module.parameters())
 
@@ -217,7 +221,7 @@ def test_plain_text_says_the_same() -> None:
     module = instantiate(cfg.recipe.module, _partial_=True)(
         instantiate(cfg.model), optimizer_factory(cfg), instantiate(cfg.schedule)
     )
-    tensors = counted(module, module.optimizer_groups())
+    tensors = counted(module, module.groups_of_optimizers())
     text = plain([*of_tensors(tensors, ledger_of(tensors, setup_of(resolved(cfg))), 10**6), batch_section({})])
     for part in ("exp_avg scales", "peak of a step", "one fused pass, int8 state", "torch, foreach", "not counted"):
         assert part in text
