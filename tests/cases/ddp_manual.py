@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_fuse import Fuse
 from lightning_fuse.plugins import contract_of
-from tests.cases import Four, quiet_trainer, sgd
+from tests.cases import BAD, Four, half, quiet_trainer, sgd
 
 
 class ByHand(Four):
@@ -44,19 +44,51 @@ class Tokens(Four):
         return (self.w * (4.0 - 4.0 * self.global_rank)).sum()
 
 
+class Overflow(Four):
+    """Gradients 1 and 3 on the ranks; the second batch overflows on rank 1 alone."""
+
+    def __init__(self):
+        super().__init__(sgd)
+
+    def training_step(self, batch, batch_idx):
+        bad = self.global_rank == 1 and batch_idx == 1
+        return (self.w * (BAD if bad else batch * (1 + 2 * self.global_rank))).sum()
+
+
+class OverflowByHand(Overflow):
+    """The same, stepped by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+KINDS = {"manual": ByHand, "tokens": Tokens, "overflow": Overflow, "overflow by hand": OverflowByHand}
+
+
 def main(kind, fused):
-    module = {"manual": ByHand, "tokens": Tokens}[kind]()
+    module = KINDS[kind]()
+    scaled = {"precision": half(1024.0)} if kind.startswith("overflow") else {}
     trainer = quiet_trainer(
         *([Fuse()] if fused else []),
         devices=2,
         strategy="ddp_find_unused_parameters_true",
         use_distributed_sampler=False,
+        **scaled,
     )
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         trainer.fit(module, DataLoader([torch.tensor(1.0)] * 8, batch_size=None))
     reduced = sum(event.count for event in profiler.key_averages() if event.key == "gloo:all_reduce")
     if trainer.global_rank == 0:
-        print(json.dumps({"w": module.w.tolist(), "reduced": reduced, "steps": trainer.global_step}))
+        contract = contract_of(trainer)
+        skips = contract.skips["nonfinite"] if contract else None
+        print(json.dumps({"w": module.w.tolist(), "reduced": reduced, "steps": trainer.global_step, "skips": skips}))
 
 
 if __name__ == "__main__":

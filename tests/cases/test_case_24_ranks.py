@@ -40,3 +40,12 @@ def test_case_22_tokens_are_weighed_across_ranks(run_python):
     """One token of gradient 4 here, three of 0 there: 1.0 a step; stock's mean of means is 2.0."""
     assert run(run_python, "tokens", "fused")["w"] == pytest.approx([1.0 - 8 * 1.0] * 4, abs=1e-5)
     assert run(run_python, "tokens", "stock")["w"] == [1.0 - 8 * 2.0] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["overflow", "overflow by hand"])
+def test_case_10_an_overflow_on_one_rank_skips_the_step_on_all(run_python, kind):
+    """Seven steps of the mean of 1 and 3 on either rank; a rank that had stepped alone would hang or differ."""
+    seen = run(run_python, kind, "fused")
+    assert (seen["steps"], seen["skips"]) == (8, 1)
+    assert seen["w"] == [1.0 - 7 * 2.0] * 4
