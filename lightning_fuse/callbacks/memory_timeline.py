@@ -79,6 +79,7 @@ class MemoryTimeline(Callback):
         self._peaks: dict[str, int] = {}
         self._freed: dict[str, int] = {}
         self._seen = 0
+        self._due = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Starts the profiler once, before the clocks of training run."""
@@ -95,7 +96,7 @@ class MemoryTimeline(Callback):
         self._table = MetricsTable(self.folder / "memory.csv", keep_through=step)
         device = next((p.device for p in pl_module.parameters()), torch.device("cpu"))
         self._memory = self._given or (CudaMemory(device) if device.type == "cuda" else None)
-        self._seen = 0
+        self._seen, self._due = 0, False
         self._watch.start()
 
     # One step that is looked at.
@@ -103,11 +104,13 @@ class MemoryTimeline(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Begins to look, if it is this step's turn."""
+        """Begins to look, if it is this step's turn; while others profile, their turn comes first."""
         self._seen += 1
-        due = (self._seen - 1) % self.every == 0
-        if self._table is None or not due or (self._memory is None and busy()):
+        self._due = self._due or (self._seen - 1) % self.every == 0
+        others = (getattr(callback, "recording", False) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+        if self._table is None or not self._due or any(others) or (self._memory is None and busy()):
             return
+        self._due = False
         self._held = held_bytes(pl_module, trainer.optimizers)
         self._peaks, self._freed = dict.fromkeys(PHASES, 0), {}
         if self._memory is None:

@@ -28,6 +28,7 @@ from lightning_fuse.callbacks.target_history import BatchCounter
 from lightning_fuse.plugins.precision import contract_of
 from lightning_fuse.records.durable import replace_file
 from lightning_fuse.records.strict_json import encode
+from lightning_fuse.step import StepContract
 
 PHASES = ("forward", "backward", "contract", "other", "between")
 SMALL_SHARE = 0.05  # of a step: below it no optimizer is worth a change
@@ -71,6 +72,7 @@ class StepProfile(Callback):
         self._trace: Trace | None = None
         self._range: Any = None
         self._digest: Digest | None = None
+        self._contract: StepContract | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Starts the profiler once, before the clocks of training run."""
@@ -99,6 +101,8 @@ class StepProfile(Callback):
         if self._seen == self.warmup + self.active and self._trace is None and not busy():
             self._trace = Trace()
             self._trace.start()
+        if self._timing:
+            self._watch(contract_of(trainer))
         if self._trace is not None:
             self._range = record_function(STEP_RANGE)
             self._range.__enter__()
@@ -125,11 +129,12 @@ class StepProfile(Callback):
             self._lap("other")
             self._timed += 1
             self._batches.add(pl_module, batch, trainer.world_size)
-            self._take_contract(trainer, batch_idx)
         if self._range is not None:
             self._range.__exit__(None, None, None)
             self._range = None
         self._seen += 1
+        if not self._timing:
+            self._unwatch()
         if self._trace is not None and self._seen >= self.warmup + 2 * self.active:
             self._stop_trace()
         self._ended = perf_counter()
@@ -137,6 +142,11 @@ class StepProfile(Callback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A validation is not what passes between two steps."""
         self._ended = perf_counter()
+
+    @property
+    def recording(self) -> bool:
+        """Whether the window is open: others should not disturb it."""
+        return self._digest is None and self.warmup <= self._seen <= self.warmup + 2 * self.active
 
     @property
     def _timing(self) -> bool:
@@ -148,15 +158,24 @@ class StepProfile(Callback):
             self._times[phase] += now - self._mark
             self._mark = now
 
-    def _take_contract(self, trainer: pl.Trainer, batch_idx: int) -> None:
-        """Moves the step contract's own time from what came after backward."""
-        contract, every = contract_of(trainer), int(trainer.accumulate_grad_batches)
-        last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        if contract is None or contract.last_step_ms is None or not (last or (batch_idx + 1) % every == 0):
+    def _watch(self, contract: StepContract | None) -> None:
+        """Puts a clock around the step contract, once per optimizer and step, until ``_unwatch``."""
+        if contract is None or self._contract is not None:
             return
-        seconds = contract.last_step_ms / 1e3
-        self._times["contract"] += seconds
-        self._times["other"] = max(0.0, self._times["other"] - seconds)
+        run = contract.step
+
+        def step(*args: Any, **kwargs: Any) -> None:
+            self._lap("other")
+            run(*args, **kwargs)
+            self._lap("contract")
+
+        contract.step = step  # type: ignore[method-assign]
+        self._contract = contract
+
+    def _unwatch(self) -> None:
+        if self._contract is not None:
+            del self._contract.step
+            self._contract = None
 
     def _stop_trace(self) -> None:
         trace, self._trace = self._trace, None
@@ -189,6 +208,7 @@ class StepProfile(Callback):
         self._abandon()
 
     def _abandon(self) -> None:
+        self._unwatch()
         if self._range is not None:
             self._range.__exit__(None, None, None)
             self._range = None

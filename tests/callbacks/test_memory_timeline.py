@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fuse.callbacks import Fuse, MemoryTimeline
+from lightning_fuse.callbacks import Fuse, MemoryTimeline, StepProfile
 from lightning_fuse.callbacks.memory_phases import (
     PHASE_RANGE,
     Held,
@@ -248,6 +248,15 @@ def test_another_profiler_is_left_alone(tmp_path: Path) -> None:
     with torch.profiler.profile():
         trainer.fit(Four(adamw), batches(1, 1))
     assert timeline.result is None
+
+
+def test_a_profile_s_window_is_not_disturbed(tmp_path: Path) -> None:
+    profile = StepProfile(tmp_path, warmup=2, active=2, table=False)
+    trainer = quiet_trainer(Fuse(), profile, MemoryTimeline(tmp_path, every=4))
+    trainer.fit(Four(adamw), batches(*[1.0] * 12))
+    # Due at 1, 5 and 9; steps 3 to 6 are the window's.
+    assert [row["step"] for row in read_metrics(tmp_path / "memory.csv")] == [1, 7, 9]
+    assert profile.result["profiled_steps"] == 2
 
 
 def test_a_failure_stops_the_recording(tmp_path: Path) -> None:

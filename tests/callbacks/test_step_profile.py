@@ -137,6 +137,44 @@ def test_our_step_under_the_contract_is_a_range_of_torch_s(tmp_path: Path) -> No
     assert figures["tokens_per_s"] is None
 
 
+def test_every_optimizer_s_step_is_timed_in_manual_optimization(tmp_path: Path) -> None:
+    class Turns(Sleepy):
+        """Two optimizers, each with forward, backward and step of its own."""
+
+        def __init__(self) -> None:
+            super().__init__(step=0.02)
+            self.automatic_optimization = False
+
+        def configure_optimizers(self) -> Any:
+            return Slow([self.w], 0.02), Slow([self.idle], 0.03)
+
+        def training_step(self, batch: torch.Tensor) -> None:
+            for optimizer, weight in zip(self.optimizers(), (self.w, self.idle), strict=True):
+                optimizer.zero_grad()
+                time.sleep(0.01)
+                self.manual_backward(Pause.apply(weight * batch).sum())
+                optimizer.step()
+
+    callback = profiled(tmp_path, Turns(), count=8, fuse=Fuse(optimizer=None))
+    phases = callback.result["phases_ms"]
+    assert phases["contract"] >= 50
+    assert phases["backward"] >= 60
+    assert phases["forward"] >= 20
+    assert callback.result["optimizer_steps"] == 2 * callback.result["profiled_steps"]
+    assert callback.result["training_step_ms"] == pytest.approx(
+        sum(value for name, value in phases.items() if name != "between")
+    )
+
+
+def test_the_contract_is_left_as_it_was(tmp_path: Path) -> None:
+    fuse = Fuse()
+    callback = StepProfile(tmp_path, warmup=1, active=2, table=False)
+    trainer = quiet_trainer(fuse, callback)
+    trainer.fit(Four(adamw), batches(1, 1, 1, 1, 1, 1))
+    assert "step" not in vars(trainer.precision_plugin.contract)
+    assert not callback.recording
+
+
 def test_a_window_holds_whole_accumulation_windows(tmp_path: Path) -> None:
     callback = profiled(tmp_path, Four(adamw), count=18, fuse=Fuse(), accumulate_grad_batches=3)
     assert (callback.warmup, callback.active) == (3, 6)
