@@ -21,6 +21,8 @@ TITLE = ("optimizer", "state", "master", "precision", "kernel")
 WATCHING = ("seed", "resume", "run_folder", "logger", "callbacks.progress", "callbacks.profile", "callbacks.memory")
 WATCHING_ENDS = (".dirpath", ".folder", ".save_dir", ".enable_progress_bar", ".sample_bytes", ".enable_model_summary")
 
+EXECUTION = ("optimizer.foreach", "optimizer.fused")  # what the words adamw_loop, adamw_foreach, adamw_torch mean
+
 
 class NotComparable(ValueError):
     """Runs that cannot stand in one comparison; the message says which, and what to do."""
@@ -149,7 +151,8 @@ def setting_differences(baseline: Group, candidate: Group) -> list[str]:
     found = []
     for key in sorted({*ours, *theirs}):
         only_one = key not in ours or key not in theirs
-        if ours.get(key) == theirs.get(key) or (only_one and other_optimizer and key.startswith("optimizer.")):
+        own_argument = other_optimizer and key.startswith("optimizer.") and (only_one or key in EXECUTION)
+        if ours.get(key) == theirs.get(key) or own_argument:
             continue
         found.append(f"{key} {ours.get(key)} against {theirs.get(key)}")
     return found
