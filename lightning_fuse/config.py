@@ -226,8 +226,7 @@ def columns(cfg: DictConfig) -> dict[str, Any]:
         # A table with names as keys, such as state.patterns, is one value.
         if isinstance(value, dict) and value and all("." not in str(key) and "*" not in str(key) for key in value):
             for key, inner in value.items():
-                if not str(key).startswith("_"):
-                    walk(f"{prefix}.{key}", inner)
+                walk(f"{prefix}.{key}", inner)
         else:
             found[prefix] = value
 
@@ -235,8 +234,7 @@ def columns(cfg: DictConfig) -> dict[str, Any]:
         if key not in ("logger", "run_folder", "resume"):
             walk(key, value)
     folder = str(cfg.run_folder)
-    skipped = {key for key, value in found.items() if key.startswith("recipe.takes.") or str(value).startswith(folder)}
-    found = {key: value for key, value in found.items() if key not in skipped}
+    found = {key: value for key, value in found.items() if not str(value).startswith(folder)}
     words = {"recipe": cfg.recipe.name, "optimizer": cfg.optimizer.name, "state": cfg.state.format}
     return {**words, **found}
 

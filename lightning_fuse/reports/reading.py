@@ -280,11 +280,12 @@ def _token_counter(config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]])
     ranks = (devices if isinstance(devices, int) and devices > 0 else 1) * int(trainer.get("num_nodes", 1))
     each = batch * int(data.get("context") or 1) * ranks
     window = int(trainer.get("accumulate_grad_batches", 1))
-    seen, total = {0: 0}, 0
+    seen, total, last = {0: 0}, 0, 0
     for row in rows:
         if row.get("optimizer", 0) == 0:
-            total += int(row.get("window_size") or window)
-            seen[row["global_step"]] = total
+            # An imported run has only the rows that were logged; the steps between had full windows.
+            total += window * max(0, row["global_step"] - last - 1) + int(row.get("window_size") or window)
+            seen[row["global_step"]], last = total, row["global_step"]
     return lambda step: float(each * seen.get(step, step * window))
 
 

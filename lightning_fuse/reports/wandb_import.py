@@ -24,7 +24,8 @@ from lightning_fuse.records import (
 from lightning_fuse.records.summary import OptimizerSummary
 from lightning_fuse.reports.wandb_log import WandbRun
 
-STEP = "step/"  # of what StepMonitor logs
+# What StepMonitor, TimeToTarget and the checkpoints log about a run; no metrics of what is trained.
+ABOUT = ("step/", "target/", "checkpoint/")
 TARGET = re.compile(r"target/(?P<metric>.+)/(?P<name>train_seconds|wall_seconds|updates|samples|tokens)")
 COUNTS = ("updates", "samples", "tokens")  # of a target that was reached
 # What a row says about its place; the rest is what was measured there.
@@ -139,6 +140,8 @@ def step_rows(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         reason = next((word for word, count in now.items() if count > skips.get(word, 0)), "ok")
         skips.update(now)
         after = values.get("step/loss_scale")
+        if scale is None and after is not None:  # of a first step that was skipped: an overflow halves it
+            scale = after if reason == "ok" else after / 0.5
         yield {
             "global_step": row["step"],
             "update": row["update"],
@@ -146,7 +149,7 @@ def step_rows(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             "reason": reason,
             "grad_norm": values.get(f"step/grad_norm{own}"),
             "clip_coef": values[coefficient],
-            "loss_scale_before": after if scale is None else scale,
+            "loss_scale_before": scale,
             "loss_scale_after": after,
             "optimizer": int(own.removeprefix("/optimizer") or 0),
             "optimizer_ms": values.get(f"step/optimizer_ms{own}"),
@@ -158,7 +161,7 @@ def step_rows(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 def _write_tables(folder: RunFolder, rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> None:
     table = MetricsTable(folder.metrics, keep_through=0)
     for row in rows:
-        metrics = {key: float(value) for key, value in row["values"].items() if not key.startswith((STEP, "target/"))}
+        metrics = {key: float(value) for key, value in row["values"].items() if not key.startswith(ABOUT)}
         if metrics:
             place = {key: row[key] for key in ("step", "update", "epoch", "train_seconds")}
             table.record(**place, metrics=metrics)
@@ -191,7 +194,10 @@ def _summary(
     steps: list[dict[str, Any]],
     folder: RunFolder,
 ) -> RunSummary:
-    last = rows[-1]
+    # Of a checkpoint the logger's x is that of the step after it.
+    last = next(
+        (row for row in reversed(rows) if not all(key.startswith("checkpoint/") for key in row["values"])), rows[-1]
+    )
     skips: dict[str, int] = {}
     for step in steps:
         if not step["applied"]:
