@@ -58,6 +58,7 @@ PLACEHOLDERS = {
     "PATH": "run",
     "FILE": "text",
     "MULTIRUN": "multirun",
+    "runs/compare": "multirun",
     "NAME": "name",
 }
 TINY = {
@@ -226,7 +227,7 @@ def _filled(words: tuple[str, ...], workshop: dict[str, str]) -> list[str]:
     found = []
     for word in words:
         key, equals, value = word.partition("=")
-        if equals and value in PLACEHOLDERS:
+        if equals and value in PLACEHOLDERS and not key.startswith("hydra."):
             word = f"{key}={workshop[PLACEHOLDERS[value]]}"
         elif word in PLACEHOLDERS:
             word = workshop[PLACEHOLDERS[word]]

@@ -1,8 +1,8 @@
 """What the runs of a group say about one quantity: values by seed, their spread, and the band of a baseline.
 
 The **band** is the baseline's mean plus and minus twice the standard deviation (n - 1) of its seeds' final values. It
-is a rule of thumb, not a test: with three seeds on both sides, two equal configurations end outside it about once in
-eight times. With one seed there is no band. Values at a place in a run are those last measured there; nothing is
+is a rule of thumb, not a test: with three seeds on both sides, two equal configurations end outside it 13 times in a
+hundred. With one seed there is no band. Values at a place in a run are those last measured there; nothing is
 interpolated.
 """
 

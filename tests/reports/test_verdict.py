@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_fuse.reports.comparison import Comparison, compare, leaves_band
+from lightning_fuse.reports.evidence import Spread, seeds_band
 from lightning_fuse.reports.verdict import Verdict
 from tests.reports.run_folders import write_run, write_seeds
 
@@ -35,6 +37,18 @@ def test_the_band_is_two_standard_deviations_of_the_seeds(tmp_path: Path) -> Non
     assert (verdict.band.holds(1.6801), verdict.band.holds(1.6799)) == (True, False)
     assert (verdict.band.holds(1.7199), verdict.band.holds(1.7201)) == (True, False)
     assert not verdict.band.holds(math.nan)
+
+
+def test_how_often_equals_fall_outside_the_band() -> None:
+    """The figure that docs/comparison.md and evidence.py name, by simulation: 3 seeds on both sides."""
+    draw = random.Random(0)
+    outside = 0
+    for _ in range(20_000):
+        ours, theirs = ([draw.gauss(0, 1) for _ in range(3)] for _ in range(2))
+        band = seeds_band(Spread(tuple(theirs)))
+        assert band is not None
+        outside += not band.holds(Spread(tuple(ours)).mean)
+    assert outside / 20_000 == pytest.approx(0.134, abs=0.01)  # 4 standard deviations of a share of 20,000
 
 
 def test_everything_in_words(tmp_path: Path) -> None:
