@@ -213,9 +213,15 @@ def check_checkpoint(start: Start, module: torch.nn.Module, optimizer: Optimizer
         return
     state = contents["optimizer_states"][0]
     if isinstance(optimizer, FusedOptimizer):
-        state_io.check(optimizer, state, LoadOptions(formats=start.cfg.restore.formats))
+        state_io.check(optimizer, state, _load_options(start.cfg))
     else:
         optimizer.load_state_dict(state)
+
+
+def _load_options(cfg: DictConfig) -> LoadOptions:
+    """What the run's optimizer will be told; one that steps on NaN gradients may go on with NaN moments."""
+    stepping = OmegaConf.select(cfg, "callbacks.fuse.on_nonfinite") == "step"
+    return LoadOptions(formats=cfg.restore.formats, nonfinite="keep" if stepping else "refuse")
 
 
 def differences(old: DictConfig, new: DictConfig, free: Iterable[str] = FREE) -> list[tuple[str, Any, Any]]:

@@ -58,7 +58,11 @@ PLACEHOLDERS = {
     "PATH": "run",
     "FILE": "text",
     "MULTIRUN": "multirun",
+<<<<<<< HEAD
     "runs/compare": "multirun",
+=======
+    "IN.ckpt": "checkpoint",
+>>>>>>> 0ee4aa5 (A page on checkpoints; a run that steps on NaN gradients may go on with its moments)
     "NAME": "name",
 }
 TINY = {
@@ -179,7 +183,13 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         tiny = ["recipe=digits", *TINY["digits"]]
         run_train(patch, [*tiny, "logger=wandb", "run_folder=stopped"])
         run_train(patch, ["-m", *tiny, "state=fp32,int8", "seed=0,1", "hydra.sweep.dir=many"])
-    return {"text": str(text), "run": str(base / "stopped"), "multirun": str(base / "many"), "name": "gpu"}
+    return {
+        "text": str(text),
+        "run": str(base / "stopped"),
+        "checkpoint": str(base / "stopped/checkpoints/last.ckpt"),
+        "multirun": str(base / "many"),
+        "name": "gpu",
+    }
 
 
 def run_train(patch: pytest.MonkeyPatch, words: list[str]) -> None:

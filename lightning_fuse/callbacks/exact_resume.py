@@ -21,6 +21,7 @@ changes. Where the loader or the data are not the checkpoint's, a warning says s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -45,7 +46,7 @@ from lightning_fuse.callbacks.loader_place import (
 from lightning_fuse.callbacks.loop_position import BETWEEN, Place, place_of, prepare_loops, settle_loops
 from lightning_fuse.callbacks.random_state import capture_random_state, restore_random_state
 from lightning_fuse.callbacks.resume_settings import Numbers, hyperparameters, override_keys, settle
-from lightning_fuse.optim import FusedOptimizer
+from lightning_fuse.optim import FusedOptimizer, LoadOptions
 from lightning_fuse.plugins import contract_of
 from lightning_fuse.plugins.atomic_checkpoint import AtomicCheckpointIO
 from lightning_fuse.records.manifest import installed_versions
@@ -188,7 +189,7 @@ class ExactResume(Callback):
         override_keys(self.override, self._configured)
         for optimizer in trainer.optimizers:
             if self.load is not None and isinstance(optimizer, FusedOptimizer):
-                optimizer.load_options = _load_options(self.load)
+                optimizer.load_options = _load_options(self.load, optimizer.load_options)
 
     def _settle_settings(self, trainer: pl.Trainer) -> None:
         """Lets the configuration win where it shall, and says what differs."""
@@ -327,10 +328,9 @@ def _check_version(version: int) -> None:
         )
 
 
-def _load_options(load: Any) -> Any:
-    from lightning_fuse.optim import LoadOptions
-
-    return LoadOptions(**load) if isinstance(load, dict) else load
+def _load_options(load: Any, standing: LoadOptions) -> Any:
+    # What the arguments leave open stays as it is: NaN moments of a run that steps on them are kept.
+    return replace(standing, **{str(key): value for key, value in load.items()}) if isinstance(load, Mapping) else load
 
 
 def _restore_gradients(module: pl.LightningModule, gradients: dict[str, torch.Tensor]) -> None:
