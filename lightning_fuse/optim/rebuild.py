@@ -70,7 +70,8 @@ def rebuild(
             for name, index in zip(names, group["params"], strict=True)
         ]
         numbers = {key: value for key, value in group.items() if key in known and key not in NO_NUMBERS}
-        groups.append({**numbers, "params": named})
+        label = {"name": group["name"]} if "name" in group else {}
+        groups.append({**numbers, **label, "params": named})
         if about is not None:
             first = len(formats)
             formats += [(escape(name), about["formats"][first + i]) for i, name in enumerate(names)]

@@ -40,6 +40,11 @@ class Planned:
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
+    def part(self) -> None:
+        """Goes on with copies of what the checkpoint holds."""
+        copies = {key: value.clone() if isinstance(value, Tensor) else value for key, value in self.item.state.items()}
+        self.item = self.item._replace(state=copies)
+
 
 class Keeping(NamedTuple):
     """How the state of one parameter is kept.

@@ -131,8 +131,12 @@ def _note_differences(
 
 
 def _check_kind(optimizer: FusedOptimizer, group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Refuses groups of another kind of optimizer: those lack what every relative of this one has."""
-    missing = [key for key in ("lr", "weight_decay", "betas", "momentum") if key in group and key not in saved]
+    """Refuses groups of another kind of optimizer: those lack what every relative of this one has.
+
+    torch's RAdam and NAdam keep moments like Adam's, RMSprop a buffer like SGD's; amsgrad and Nesterov tell them apart.
+    """
+    told_by = ("lr", "weight_decay", "betas", "momentum", "amsgrad", "nesterov")
+    missing = [key for key in told_by if key in group and key not in saved]
     if missing:
         raise ValueError(
             f"checkpoint holds no {missing[0]} for a group: it belongs to another optimizer than "

@@ -77,6 +77,7 @@ def load(optimizer: FusedOptimizer, state_dict: Any, options: LoadOptions) -> Lo
         ValueError: It does not fit; nothing has been changed then.
     """
     numbers, planned, left_out = _checked(optimizer, state_dict, options)
+    _part_from_own(optimizer, planned)
     _prepare(optimizer, numbers, planned)
     # From here on nothing can be refused any more.
     for entry in planned:
@@ -109,6 +110,18 @@ def check(optimizer: FusedOptimizer, state_dict: Any, options: LoadOptions) -> N
     _checked(optimizer, state_dict, options)
 
 
+def _part_from_own(optimizer: FusedOptimizer, planned: Sequence[Planned]) -> None:
+    """Copies what another parameter's state here will overwrite: a live state dict, under other names."""
+    owner = {id(tensor): p for p, held in optimizer.state.items() for tensor in held.values()}
+    for entry in planned:
+        state: Any = entry.item.state
+        # Not by asking for each: a dict may map tensors from a file when it is asked for them.
+        kept = dict.values(state) if isinstance(state, dict) else state.values()
+        taken = [owner.get(id(value), entry.item.param) for value in kept]
+        if any(p is not entry.item.param for p in taken):
+            entry.part()
+
+
 def _checked(
     optimizer: FusedOptimizer, state_dict: Any, options: LoadOptions
 ) -> tuple[GroupNumbers, list[Planned], list[str]]:
@@ -119,6 +132,8 @@ def _checked(
         raise TypeError(
             f"not an optimizer's state dict: expected the keys 'state' and 'param_groups', got {outline(state_dict)}"
         )
+    if not isinstance(options, LoadOptions):
+        raise TypeError(f"load_options={options!r}: must be a LoadOptions; write LoadOptions(formats=...)")
     try:
         return _read(optimizer, state_dict, options)
     except (KeyError, IndexError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
@@ -136,7 +151,7 @@ def _read(
     if about is None:
         state_dict = in_torchs_words(state_dict, {key for group in optimizer.param_groups for key in group})
     else:
-        _check_entry(about, state_dict)
+        about = _entry(about, state_dict)
     matching = match(optimizer, state_dict, options)
     numbers = group_numbers(optimizer, state_dict["param_groups"], matching, options)
     # A rule may depend on a number (amsgrad, momentum), and the checkpoint's numbers are those that will be there.
@@ -199,14 +214,18 @@ def _fill(optimizer: FusedOptimizer, entry: Planned) -> None:
             held[key].copy_(value)
 
 
-def _check_entry(about: Mapping[str, Any], state_dict: Mapping[str, Any]) -> None:
+def _entry(about: Mapping[str, Any], state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The entry of ours with what it lists by index, as the state is."""
     version = about.get("format_version")
     if version not in (1, FORMAT_VERSION):
         raise ValueError(
             f"checkpoint has state format version {version!r}, known: 1 and {FORMAT_VERSION}; "
             "load it with the version of lightning_fuse that wrote it, or a newer one"
         )
-    count = sum(len(group["params"]) for group in state_dict["param_groups"])
+    indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+    listed = {}
     for kind in ("rules", "formats", "masters"):
-        if len(about[kind]) != count:
-            raise ValueError(f"checkpoint lists {len(about[kind])} {kind} for {count} parameters: it is damaged")
+        if len(about[kind]) != len(indices):
+            raise ValueError(f"checkpoint lists {len(about[kind])} {kind} for {len(indices)} parameters: it is damaged")
+        listed[kind] = dict(zip(indices, about[kind], strict=True))
+    return {"format_version": version, **listed}

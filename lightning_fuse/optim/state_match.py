@@ -62,14 +62,22 @@ def match(optimizer: FusedOptimizer, state_dict: Mapping[str, Any], options: Loa
     """
     saved_groups, state = state_dict["param_groups"], state_dict["state"]
     indices = [index for group in saved_groups for index in group["params"]]
-    if len(set(indices)) != len(indices):
+    if _twice(indices):
         raise ValueError("checkpoint lists a parameter twice in its groups: it is damaged; load another one")
+    # torch keeps what belongs to no parameter under keys that are no numbers.
+    lost = [str(index) for index in state if isinstance(index, int) and index not in set(indices)]
+    if lost:
+        raise ValueError(
+            f"checkpoint holds state {shorten(lost)}, which no group lists: it is damaged; load another one"
+        )
     members = optimizer._members()
     by_name = all("param_names" in group for group in [*saved_groups, *optimizer.param_groups])
     order: list[int | None]
     left_out: list[str] = []
     if by_name:
         saved_names = [name for group in saved_groups for name in group["param_names"]]
+        if _twice(saved_names):
+            raise ValueError("checkpoint calls two parameters by one name: it is damaged; load another one")
         by_new_name = _renamed(dict(zip(saved_names, indices, strict=True)), [n for _, n, _ in members], options)
         left_out = _check_names(by_new_name, [name for _, name, _ in members], options)
         order = [by_new_name.get(name) for _, name, _ in members]
@@ -92,6 +100,10 @@ def shorten(names: Sequence[str]) -> str:
     """The first names of a list, and how many more there are."""
     shown = ", ".join(names[:5]) or "none"
     return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _twice(names: Sequence[Any]) -> bool:
+    return len(set(names)) != len(names)
 
 
 def _renamed(by_name: Mapping[str, int], here: Sequence[str], options: LoadOptions) -> dict[str, int]:

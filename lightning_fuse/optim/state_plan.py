@@ -52,7 +52,7 @@ def plan(optimizer: FusedOptimizer, item: Incoming, about: Mapping[str, Any] | N
     else:
         saved = Keeping(_whose(item), rule.moments, [Float32()] * len(rule.moments), MASTERS["none"])
     if not item.state or (about is None and all(item.state.get(moment.name) is None for moment in rule.moments)):
-        planned.fresh = "never stepped in the checkpoint"
+        planned.fresh = "never stepped in the checkpoint" if rule.moments else "its rule keeps no moments"
         _check_foreign(item, rule)
         return planned
     shape = _saved_shape(item, saved)
@@ -147,6 +147,11 @@ def _check_parts(item: Incoming, saved: Keeping, finite: bool) -> None:
 def _check_values(item: Incoming, rule: UpdateRule, finite: bool) -> None:
     """Refuses moments of another library's state dict that are not all there and sound."""
     _check_foreign(item, rule)
+    if any(moment.unit for moment in rule.moments) and "step" not in item.state:
+        raise ValueError(
+            f"checkpoint holds no step for {item.name}, and the rule {rule.name} corrects its moments by it: "
+            "it belongs to another optimizer"
+        )
     for moment in rule.moments:
         value = item.state.get(moment.name)
         if isinstance(value, Mapped):

@@ -21,6 +21,7 @@ from lightning_fuse.optim.rebuild import rebuild, weights_of
 from lightning_fuse.optim.selection import StateSpec
 from lightning_fuse.optim.state_io import ENTRY
 from lightning_fuse.plugins.atomic_checkpoint import AtomicCheckpointIO
+from lightning_fuse.records.checkpoint_file import verify
 from lightning_fuse.registry import unknown_name
 
 TARGETS = ("lightning_fuse", "lightning", "torch")
@@ -105,7 +106,7 @@ def convert_file(source: Path, target: Path, wanted: Wanted) -> Conversion:
         raise FileExistsError(f"{target} exists: give another name, or remove it first")
     if not target.absolute().parent.is_dir():
         raise FileNotFoundError(f"{target.absolute().parent} is no folder: make it first")
-    contents = read_checkpoint(source)
+    contents = _read(source)
     result = Conversion(bytes_before=source.stat().st_size)
     if wanted.weights_only:
         written = _weights(source, contents, result)
@@ -116,20 +117,15 @@ def convert_file(source: Path, target: Path, wanted: Wanted) -> Conversion:
     return result
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, Any]:
     """Reads a file that may come from anywhere: tensors and plain data, mapped, and no code.
 
-    Args:
-        path: The file.
-
-    Returns:
-        What it holds.
-
-    Raises:
-        ValueError: It is damaged, or holds anything else.
+    Not with ``atomic_checkpoint.read_checkpoint``, which gives every tensor memory of its own: here two names of one
+    tensor must be known as such.
     """
     try:
-        contents = AtomicCheckpointIO().load_checkpoint(path, map_location=_stay, weights_only=True)
+        verify(path)
+        contents = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises half a dozen kinds for damaged files
         reason = str(error).split("\n")[0]
         raise ValueError(
@@ -139,11 +135,6 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     if not isinstance(contents, dict):
         raise ValueError(f"{path} holds a {type(contents).__name__}, no checkpoint; give a checkpoint of Lightning")
     return contents
-
-
-def _stay(storage: Any, location: str) -> Any:
-    """Leaves a storage where it was read to: in the CPU's memory, whatever device it was saved from."""
-    return storage
 
 
 def _is_state_dict(contents: Mapping[str, Any]) -> bool:
