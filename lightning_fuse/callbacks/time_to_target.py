@@ -39,7 +39,7 @@ class TimeToTarget(Callback):
         targets: Further values whose times are recorded, too.
 
     Raises:
-        ValueError: ``mode`` is unknown, ``metric`` is empty, or a target is not a finite number or there twice.
+        ValueError: ``mode`` is unknown, ``metric`` is empty, or a target is no finite number or there twice.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class TimeToTarget(Callback):
         self._warned = False
 
     def _in_order(self, target: float, further: Sequence[float]) -> list[float]:
-        """All targets, the easiest first."""
-        values = [float(value) for value in (target, *further)]
+        """All targets, the easiest first; ``target`` may be named among the further ones again."""
+        values = [float(value) for value in further]
         twice = next((value for value in values if values.count(value) > 1), None)
         if twice is not None:
-            raise ValueError(f"targets={list(further)!r} and target={target!r}: {twice:g} is there twice; name it once")
-        return sorted(values, reverse=self.mode == "min")
+            raise ValueError(f"targets={list(further)!r}: {twice:g} is there twice; name it once")
+        return sorted({float(target), *values}, reverse=self.mode == "min")
 
     @property
     def state_key(self) -> str:

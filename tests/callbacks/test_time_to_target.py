@@ -175,7 +175,7 @@ def test_a_metric_that_nobody_logs_is_named() -> None:
         ({"metric": ""}, "metric is empty; give the name"),
         ({"target": math.nan}, "target=nan is not a finite number; give"),
         ({"targets": [math.inf]}, "target=inf is not a finite number; give"),
-        ({"targets": [2.5, 2.0], "target": 2.5}, "2.5 is there twice; name it once"),
+        ({"targets": [2.5, 2.0, 2.5]}, "2.5 is there twice; name it once"),
     ],
 )
 def test_bad_settings(arguments: dict[str, Any], message: str) -> None:
@@ -221,6 +221,12 @@ def test_several_targets_of_one_callback_over_a_resume(tmp_path: Path) -> None:
         assert all(r["wall_seconds"] > r["train_seconds"] for r in records[:3])
         assert (timer.batches.samples, timer.batches.tokens) == (16, 112)
     assert second.records()[:2] == first.records()[:2]
+
+
+def test_the_main_target_may_be_named_again() -> None:
+    timer = TimeToTarget(target=2.0, targets=[2.5, 2.0])
+    assert timer.targets == [2.5, 2.0]
+    assert TimeToTarget(target=0.9, targets=[0.8, 0.95], mode="max").targets == [0.8, 0.9, 0.95]
 
 
 def test_a_target_named_after_it_was_reached_gets_its_true_time(tmp_path: Path) -> None:
