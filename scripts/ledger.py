@@ -86,8 +86,13 @@ def _of_module(place: str) -> list[Counted]:
     source: Any = import_module(name)
     if not hasattr(source, factory):
         raise ValueError(f"module={place}: {name} has no {factory}; give one of its classes or functions")
-    with torch.device("meta"):
-        module = getattr(source, factory)()
+    try:
+        with torch.device("meta"):
+            module = getattr(source, factory)()
+    except TypeError as error:
+        raise ValueError(
+            f"module={place} cannot be called without arguments ({error}); give a factory of yours"
+        ) from error
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"module={place} makes a {type(module).__name__}; give a factory of a torch.nn.Module")
     return counted(module)

@@ -120,9 +120,11 @@ def test_known_times_are_found_in_their_places(tmp_path: Path, fuse: Any) -> Non
     assert figures["optimizer_ms"] >= 50
     assert figures["optimizers"] == ["Slow"]
     assert (figures["timed_steps"], figures["profiled_steps"], figures["optimizer_steps"]) == (4, 4, 4)
-    # Of about 100 ms a step 50 are the optimizer's; only a stall of as long would bring that below a quarter.
-    assert 0.25 < figures["optimizer_share"] < 0.6
-    assert (figures["contract_share"] > 0.25) if fuse else (figures["contract_share"] is None)
+    # What was slept in forward and backward is not the optimizer's, with and without a closure.
+    assert figures["profiled_step_ms"] - figures["optimizer_ms"] >= 50
+    assert figures["optimizer_share"] == pytest.approx(figures["optimizer_ms"] / figures["profiled_step_ms"])
+    share = phases["contract"] / figures["training_step_ms"] if fuse else None
+    assert figures["contract_share"] == share
     assert figures["advice"][0].startswith("the optimizer is ")
     assert json.loads((tmp_path / "profile.json").read_text()) == figures
 
@@ -185,13 +187,13 @@ def test_a_window_holds_whole_accumulation_windows(tmp_path: Path) -> None:
 def test_validation_is_no_part_of_a_step(tmp_path: Path) -> None:
     class Checked(Four):
         def validation_step(self, batch: torch.Tensor) -> None:
-            time.sleep(0.1)
+            time.sleep(0.3)
 
     callback = StepProfile(tmp_path, warmup=2, active=4, table=False)
     trainer = quiet_trainer(Fuse(), callback, val_check_interval=1)
-    trainer.fit(Checked(adamw), batches(*[1.0] * 12), batches(1))
+    trainer.fit(Checked(adamw), batches(*[1.0] * 8), batches(1))
     phases = callback.result["phases_ms"]
-    assert sum(phases.values()) < 100  # less than one validation a step
+    assert sum(phases.values()) < 300  # less than one validation a step
 
 
 def test_a_run_that_is_too_short_leaves_no_profile(tmp_path: Path) -> None:

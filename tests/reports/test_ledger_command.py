@@ -193,7 +193,8 @@ def test_any_importable_module_and_a_recipe(
     for word, message in (
         ("module=torch.nn", "give PACKAGE.MODULE:FACTORY"),
         ("module=torch.nn:Linea", "torch.nn has no Linea"),
-        ("module=torch:manual_seed", "missing"),
+        ("module=torch:manual_seed", "cannot be called without arguments"),
+        ("module=builtins:dict", "makes a dict; give a factory of a torch.nn.Module"),
         ("module=nowhere:x", "No module named 'nowhere'"),
         ("recipe=byte_lmm", "byte_lm"),
     ):
