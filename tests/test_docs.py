@@ -58,11 +58,8 @@ PLACEHOLDERS = {
     "PATH": "run",
     "FILE": "text",
     "MULTIRUN": "multirun",
-<<<<<<< HEAD
     "runs/compare": "multirun",
-=======
     "IN.ckpt": "checkpoint",
->>>>>>> 0ee4aa5 (A page on checkpoints; a run that steps on NaN gradients may go on with its moments)
     "NAME": "name",
 }
 TINY = {
