@@ -103,6 +103,20 @@ def test_x_is_that_of_the_modules_own_metrics(tmp_path: Any) -> None:
     assert logged["loss"] == logged["step/update"] == {"1", "3"}
 
 
+def test_a_validation_says_where_in_the_run_it_was() -> None:
+    class Validated(Four):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val", 1.0)
+
+    monitor, logger = StepMonitor(), Kept()
+    trainer = quiet_trainer(Fuse(), monitor, precision=half(1024), logger=logger, log_every_n_steps=100, max_epochs=2)
+    trainer.fit(Validated(), one_bad(4, 1), val_dataloaders=batches(1))
+    places = [row for _, row in logger.rows if "step/update" in row and "step/clip_coef" not in row]
+    assert [(row["step/update"], row["step/global_step"]) for row in places] == [(3, 4), (6, 8)]
+    seconds = [row["step/train_seconds"] for row in places]
+    assert 0 < seconds[0] < seconds[1]
+
+
 def test_the_progress_bar_shows_skips_and_scale() -> None:
     _, _, trainer = run(0)
     assert {name: float(value) for name, value in trainer.progress_bar_metrics.items()} == {"skips": 1, "scale": 512}
