@@ -28,6 +28,7 @@ MACHINE = {
     "a package registry's host": re.compile(
         r"pypi\.org|python[h]osted\.org|download\.pytorch\.org|npm[j]s\.(?:org|com)"
     ),
+    "a mark of a merge": re.compile(r"^(?:<{7}|>{7}) "),
     "an index address": re.compile(r"--(?:extra-)?index[-]url|--find[-]links"),
 }
 
@@ -135,6 +136,7 @@ def test_the_checks_see_what_they_are_for() -> None:
         "open('/" + "home/me/text.txt')",
         "see /" + "work/notes",
         "pip --index" + "-url x",
+        "<" * 7 + " HEAD",
         "https://py" + "pi.org/simple",
     ],
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pages import PAGES, ROOT, blocks, text_of
+from tests.pages import FENCE, PAGES, ROOT, blocks, text_of
 
 DOCS = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
 
@@ -30,5 +30,5 @@ def test_the_index_knows_every_page() -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_links_inside_the_repository_lead_somewhere(page: str) -> None:
     path = ROOT / page
-    links = re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8"))
+    links = re.findall(r"\]\(([^)#:]+)\)", FENCE.sub("", text_of(page)))
     assert [link for link in links if not (path.parent / link).exists()] == []
