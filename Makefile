@@ -77,6 +77,11 @@ $(DEV_STAMP): $(INSTALL_INPUTS) | $(BIN)/python
 	$(PIP_INSTALL) -e '.[dev]'
 	@touch $@ $(TRAIN_STAMP)
 
+# Every bit of the native kernel in every combination, over 20 steps; `make test` walks a part of it.
+.PHONY: matrix
+matrix: $(DEV_STAMP)
+	LIGHTNING_FUSE_WHOLE_MATRIX=1 $(PYTEST) tests/kernels/test_native_matrix.py -k whole_matrix $(PYTEST_ARGS)
+
 # The native kernel under the address and undefined-behaviour sanitizers: built apart, with the tests of its bits.
 SANITIZED := build/sanitize
 .PHONY: sanitize
