@@ -103,11 +103,7 @@ class Fuse(Callback):
         """Says once what runs."""
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, FusedOptimizer):
-                formats = sorted(set(optimizer.formats().values()))
-                rank_zero_info(
-                    f"lightning_fuse: {type(optimizer).__name__}, state {'+'.join(formats)}, "
-                    f"master {optimizer.master}, kernel {optimizer.kernel_name}"
-                )
+                rank_zero_info(f"lightning_fuse: {optimizer.describe()}")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -106,6 +106,10 @@ class StepKernel(ABC):
         """Why it cannot run on this machine at all, as it reads after "because"; empty where it can."""
         return ""
 
+    def how(self) -> str:
+        """What it runs with, in a few words: CPU level and threads; empty where there is nothing to say."""
+        return ""
+
     @abstractmethod
     def supports(self, slot: Slot) -> Support:
         """Whether this kernel can step the given parameter, and why not."""

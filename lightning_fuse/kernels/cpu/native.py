@@ -53,6 +53,10 @@ class NativeKernel(StepKernel):
         why = self.missing()
         return Support(not why, why)
 
+    def how(self) -> str:
+        """See ``StepKernel.how``."""
+        return describe()
+
     def missing(self) -> str:
         """See ``StepKernel.missing``."""
         library = load()
