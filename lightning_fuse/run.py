@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from lightning_fuse.callbacks import RunRecorder
 from lightning_fuse.callbacks.run_columns import RunColumns
 from lightning_fuse.config import Refusal, check, columns, optimizer_factory, resolved
+from lightning_fuse.optim import FusedOptimizer
 from lightning_fuse.plugins import stock_precision
 from lightning_fuse.plugins.atomic_checkpoint import AtomicCheckpointIO
 from lightning_fuse.records import RunFolder, is_locked
@@ -80,7 +81,10 @@ class Run:
         schedule = instantiate(self.cfg.schedule)
         self.module: L.LightningModule = recipe(instantiate(self.cfg.model), factory, schedule)
         data_hash = getattr(self.data, "data_hash", None)
-        check_checkpoint(self.start, self.module, _rehearse(self.module, self.cfg), data_hash)
+        rehearsed = _rehearse(self.module, self.cfg)
+        check_checkpoint(self.start, self.module, rehearsed, data_hash)
+        # Our optimizers say what steps them; Fuse says it where a Trainer's own messages are not silenced.
+        self._what = [f"lightning_fuse: {rehearsed.describe()}"] if isinstance(rehearsed, FusedOptimizer) else []
         elements = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
         about = {"parameters": elements, "data_hash": data_hash}
         self.trainer = _trainer(self.cfg, {**columns(self.cfg), **about}, self.start.restart)
@@ -92,7 +96,7 @@ class Run:
             The last value of every logged metric.
         """
         _write_config(self.cfg, self.start)
-        _say(self.start.describe())
+        _say([*self.start.describe(), *self._what])
         with _own_wandb_run():
             self.trainer.fit(self.module, datamodule=self.data, ckpt_path=self.start.checkpoint, weights_only=True)
         metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
