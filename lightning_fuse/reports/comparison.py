@@ -167,7 +167,9 @@ def _metric(runs: Sequence[Run], wanted: str | None) -> str:
 
 
 def _budgets(groups: Sequence[Group], metric: str) -> list[EqualBudget]:
-    """Values at the end of the run that came least far, on every axis; from the runs whose end counts."""
+    """Values at the end of the finished run that came least far, on every axis."""
+    # What never finished would hold all others back.
+    groups = [group for group in groups if any(run.finished for run in group.runs)] or groups
     runs = [run for group in groups for run in witnesses(group, metric)]
     found = []
     for axis in AXES:

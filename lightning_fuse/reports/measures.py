@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 from lightning_fuse.reports.reading import Point, Run
@@ -69,6 +71,14 @@ def _target(run: Run, record: Mapping[str, Any]) -> Target:
     if hit is None or record.get("reached") is False:
         return Target(label, False)
     return _from_point(label, hit)
+
+
+def validation_gap(run: Run) -> float:
+    """Updates between two validations of the target's metric: no time to target is known more closely; 0 if unknown."""
+    record = _record(run)
+    points = [] if record is None else run.metrics.get(str(record["metric"]), [])
+    gaps = [after.update - before.update for before, after in pairwise(points)]
+    return float(median(gaps)) if gaps else 0.0
 
 
 def hardware_of(run: Run) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from lightning_fuse.reports.evidence import (
     witnesses,
 )
 from lightning_fuse.reports.grouping import Group, same_data, setting_differences
-from lightning_fuse.reports.measures import hardware_of, target_of
+from lightning_fuse.reports.measures import hardware_of, target_of, validation_gap
 from lightning_fuse.reports.reading import Run
 
 Outcome = Literal["same", "better", "worse", "unsettled", "unknown", "diverged", "failed", "incomparable"]
@@ -142,10 +142,10 @@ def _place_in_band(verdict: Verdict, metric: str, mode: str) -> None:
         )
         return
     within = f"{figures} ± {show(band.half)}"
-    few = " (one seed)" if ours.count == 1 else ""
+    few = "one seed; " if ours.count == 1 else ""
     if band.holds(ours.mean):
         verdict.outcome = "same"
-        verdict.sentences.append(f"same {metric} within the band{few} ({within})")
+        verdict.sentences.append(f"same {metric} within the band ({few}{within})")
         if verdict.pairs.count > 1:
             low, high = verdict.pairs.low, verdict.pairs.high
             verdict.sentences[-1] = verdict.sentences[-1][:-1] + f"; seed by seed {_signed(low)} to {_signed(high)})"
@@ -204,7 +204,7 @@ def _ratio(what: str, theirs: Spread, ours: Spread) -> str:
 
 def _target(baseline: Group, candidate: Group) -> str:
     """Time to the target, in seconds and in updates, each with its own claim."""
-    ours, theirs = ([target_of(run) for run in group.runs] for group in (candidate, baseline))
+    ours, theirs = ([target_of(run) for run in _decided(group)] for group in (candidate, baseline))
     known = [target for target in (*ours, *theirs) if target is not None]
     if not known:
         return ""
@@ -219,9 +219,10 @@ def _target(baseline: Group, candidate: Group) -> str:
         return f"target {label} reached by {len(hits)} of {len(ours)} runs against {len(base_hits)} of {len(theirs)}"
 
     def values(group: Group, name: str) -> Spread:
-        return spread_of(group.runs, lambda run: getattr(target_of(run), name))
+        return spread_of(_decided(group), lambda run: getattr(target_of(run), name))
 
-    updates, updates_said = _earlier(values(baseline, "updates"), values(candidate, "updates"), "in updates")
+    gap = validation_gap(baseline.runs[0])
+    updates, updates_said = _earlier(values(baseline, "updates"), values(candidate, "updates"), "in updates", gap)
     if not _timed_alike(baseline, candidate):
         return f"target {label} {updates_said}"
     seconds, seconds_said = _earlier(values(baseline, "seconds"), values(candidate, "seconds"), "in train seconds")
@@ -231,10 +232,15 @@ def _target(baseline: Group, candidate: Group) -> str:
     return f"target {label} {seconds_said} and {updates_said}{aside}"
 
 
-def _earlier(theirs: Spread, ours: Spread, unit: str) -> tuple[str, str]:
-    """One of equal, unclear, sooner, later, and the words for it."""
+def _decided(group: Group) -> list[Run]:
+    """Runs that reached their target, or will not any more."""
+    return [r for r in group.runs if r.status != "running" or getattr(target_of(r), "reached", False)]
+
+
+def _earlier(theirs: Spread, ours: Spread, unit: str, gap: float = 0.0) -> tuple[str, str]:
+    """One of equal, unclear, sooner, later, and the words for it; less than ``gap`` apart is equal."""
     change = ours.median / theirs.median - 1
-    if abs(change) < 0.005:
+    if abs(change) < 0.005 or abs(ours.median - theirs.median) < gap:
         return "equal", f"equal {unit}"
     if min(theirs.count, ours.count) > 1 and ours.overlaps(theirs):
         return "unclear", f"with no clear difference {unit} ({_range(ours)} against {_range(theirs)})"
@@ -259,7 +265,7 @@ def _diverged(run: Run, metric: str) -> bool:
 
 
 def _reason(run: Run) -> str:
-    return (run.summary.reason if run.summary else None) or "no reason recorded"
+    return ((run.summary.reason if run.summary else None) or "no reason recorded").strip()
 
 
 def _of(some: int, all_of_them: int) -> str:

@@ -160,3 +160,19 @@ def test_leaving_the_band(tmp_path: Path, finals: tuple[float, ...], half: float
 def test_nothing_to_compare_is_not_within(tmp_path: Path) -> None:
     write_seeds(tmp_path, "adamw_torch", "fp32", BASE)
     assert len(leaves_band(compare([tmp_path]))) == 1
+
+
+def test_updates_are_told_apart_by_whole_validations_only(tmp_path: Path) -> None:
+    """Three skipped steps make the target's validation fall on update 27 instead of 30: validations are 10 apart."""
+    write_seeds(tmp_path, "adamw_torch", "fp32", BASE)
+    write_seeds(tmp_path, "adamw_fused", "int8", BASE, skips=(2, 9, 21))
+    assert only(compare([tmp_path])).sentences[-1] == "target val/loss ≤ 2 equal in train seconds and equal in updates"
+
+
+def test_a_running_run_has_not_missed_its_target(tmp_path: Path) -> None:
+    write_seeds(tmp_path, "adamw_torch", "fp32", BASE)
+    write_seeds(tmp_path, "adamw_fused", "int8", BASE)
+    write_run(tmp_path / "running", "adamw_fused", "int8", 3, losses=(4.0, 3.0), status="running")
+    assert "reached by" not in only(compare([tmp_path])).text
+    write_run(tmp_path / "missed", "adamw_fused", "int8", 4, losses=(4.0, 3.0, 2.5, 2.4))
+    assert "target val/loss ≤ 2 reached by 3 of 4 runs against 3 of 3" in only(compare([tmp_path])).text
