@@ -92,6 +92,7 @@ class ExactResume(Callback):
         self._metrics: EpochMetricsRestorer | None = None
         self._finished: dict[str, Any] | None = None  # the state at the end of the last fit
         self._warned: set[str] = set()
+        self._versions = installed_versions()  # looking them up takes as long as a step
 
     # Saving.
 
@@ -101,7 +102,7 @@ class ExactResume(Callback):
         """Adds this callback's state; every rank takes part."""
         state = self._finished if self._finished is not None else self._collect(trainer)
         checkpoint["callbacks"][self.state_key] = state
-        checkpoint[ENTRY] = {**checkpoint.get(ENTRY, {}), "format_version": FORMAT, "versions": installed_versions()}
+        checkpoint[ENTRY] = {**checkpoint.get(ENTRY, {}), "format_version": FORMAT, "versions": self._versions}
         if any(is_resumable_loader(loader) for loader in training_loaders(trainer)):
             # Stock Lightning could not hand these to the loaders that the user gave it, and would refuse to resume.
             checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
