@@ -125,7 +125,7 @@ def find_start(cfg: DictConfig, overrides: list[str], compose: Composer) -> Star
         if in_place:
             raise Refusal(f"resume={given}: it lacks {OVERRIDES}; give a run folder or a checkpoint")
         return _alone(cfg, overrides, found, weights_only)
-    words = [str(word) for word in OmegaConf.load(folder / OVERRIDES)] + overrides
+    words = _joined([str(word) for word in OmegaConf.load(folder / OVERRIDES)], overrides)
     here = [f"resume='{given}'", *(word for word in overrides if _is_about_resume(word) and "restore" in word)]
     if in_place:
         here.append(f"run_folder='{given.resolve()}'")
@@ -334,6 +334,12 @@ def _rule(cfg: DictConfig) -> str:
 
 def _in_checkpoint(key: str) -> bool:
     return key.startswith("optimizer.") and key not in ("optimizer.name", "optimizer._target_")
+
+
+def _joined(old: list[str], new: list[str]) -> list[str]:
+    """The words of a run and those of now; what is added or taken away by both is so once, as it is said now."""
+    again = {(word[0], word.split("=")[0]) for word in new if word.startswith(("+", "~"))}
+    return [word for word in old if (word[0], word.split("=")[0]) not in again] + new
 
 
 def _is_about_resume(word: str) -> bool:

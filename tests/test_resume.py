@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
@@ -21,6 +20,7 @@ from lightning_fuse.config import Refusal
 from lightning_fuse.resume import differences, find_start
 from lightning_fuse.run import Run, train
 from tests.composing import ROOT, SMALL, composed
+from tests.resuming import checkpoint, compose_here, equal, resumed, rows
 
 # Dropout draws random numbers in every step, and the run is over an epoch long.
 LONGER = (
@@ -29,29 +29,6 @@ LONGER = (
     *("recipe.module.sample_bytes=0", "+trainer.limit_val_batches=2", "logger=none"),
 )
 RESULT = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "FusePrecision")
-
-
-def checkpoint(folder: Path, name: str = "last.ckpt") -> dict[str, Any]:
-    return torch.load(folder / "checkpoints" / name, weights_only=True)
-
-
-def equal(left: Any, right: Any) -> bool:
-    """Bit for bit, through all containers."""
-    if isinstance(left, torch.Tensor):
-        return left.dtype == right.dtype and torch.equal(left, right)
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(equal(left[key], right[key]) for key in left)
-    if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(itertools.starmap(equal, zip(left, right, strict=True)))
-    return left == right
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    lines = (folder / "steps.jsonl").read_text().splitlines()
-    return [
-        {key: value for key, value in json.loads(line).items() if "ms" not in key and "sec" not in key}
-        for line in lines
-    ]
 
 
 def start(*words: str) -> subprocess.Popen[bytes]:
@@ -114,30 +91,12 @@ def test_ctrl_c_says_how_to_go_on(awaited: str, every: int, words: str, tmp_path
     assert errors == words.format(folder=folder)
 
 
-def compose_here(folder: Path) -> Any:
-    """What the command line would compose for a resume, in the test's process."""
-    return lambda words: _composed(words, folder)
-
-
-def _composed(words: list[str], folder: Path) -> DictConfig:
-    given = [word for word in words if word.startswith("run_folder=")]
-    rest = [word for word in words if not word.startswith("run_folder=")]
-    target = given[-1].split("=", 1)[1].strip("'") if given else folder
-    return composed(*rest, run_folder=target)
-
-
 @pytest.fixture
 def finished(tmp_path: Path) -> Path:
     """The folder of a run of two steps."""
     folder = tmp_path / "first"
     train(composed(*SMALL, run_folder=folder), list(SMALL))
     return folder
-
-
-def resumed(finished: Path, tmp_path: Path, *words: str) -> Any:
-    """Where a run with `resume=` and these words begins."""
-    cfg = composed(*words, run_folder=tmp_path / "new")
-    return find_start(cfg, list(words), compose_here(tmp_path / "new"))
 
 
 def test_a_folder_goes_on_in_place_with_its_own_words(finished: Path, tmp_path: Path) -> None:

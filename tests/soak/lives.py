@@ -23,7 +23,7 @@ from tests.composing import ROOT
 
 WORDS = (
     *("model.layers=1", "model.heads=2", "model.width=16", "model.context=16", "model.dropout=0.1"),
-    *("data.batch_size=4", "recipe.max_steps=240", "recipe.val_every=40", "callbacks.last.every=2", "state=int8"),
+    *("data.batch_size=4", "recipe.max_steps=160", "recipe.val_every=20", "callbacks.last.every=2", "state=int8"),
     *(
         "recipe.module.sample_bytes=0",
         "+trainer.limit_val_batches=1",
@@ -32,7 +32,7 @@ WORDS = (
     ),
     *("trainer.enable_progress_bar=false", "trainer.accelerator=cpu", "recipe.target=4.5", "recipe.monitor=val/loss"),
 )
-STEPS_A_LIFE = 5  # at most
+STEPS_A_LIFE = 3  # at most
 PATIENCE = 60.0  # seconds for a life to show a step
 DOWNTIME = 0.05  # seconds between two lives, which no clock may count
 
