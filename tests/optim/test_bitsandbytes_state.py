@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from lightning_fuse import FusedAdam, FusedAdamW, FusedLion, FusedSGD
 from lightning_fuse.formats import STATE_FORMATS, Place
 from lightning_fuse.formats.format import encode_moments
 from lightning_fuse.optim import FusedOptimizer
+from lightning_fuse.plugins.checkpoint_conversion import Wanted, convert_file
 from lightning_fuse.rules import RULES
 from tests.tolerances import rule_bound
 
@@ -161,3 +163,25 @@ def test_its_adam_is_an_adamw() -> None:
     with pytest.raises(ValueError, match="use FusedAdamW"):
         FusedAdam(weights().items()).load_state_dict(saved)
     FusedAdamW(weights().items()).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("words", [{"state": "int8"}, {"to": "lightning"}], ids=str)
+def test_a_checkpoint_file_of_it_is_converted(words: dict[str, str], tmp_path: Path) -> None:
+    """To ours, and to one that torch's own AdamW goes on from; the model's names are not in its state."""
+    _, params, saved = run(bnb.optim.AdamW8bit, SETTINGS)
+    state_dict = {name: p.detach() for name, p in params.items()}
+    torch.save({"state_dict": state_dict, "optimizer_states": [saved], "global_step": 5}, tmp_path / "bnb.ckpt")
+    convert_file(tmp_path / "bnb.ckpt", tmp_path / "out.ckpt", Wanted(**words))
+    written = torch.load(tmp_path / "out.ckpt", weights_only=True)
+    assert written["global_step"] == 5
+    mine, other = weights(seed=1), weights(seed=1)
+    direct = FusedAdamW(mine.values(), state=words.get("state", "fp32"))
+    direct.load_state_dict(saved)
+    if "state" in words:
+        made: Any = FusedAdamW(other.values(), state=words["state"])
+    else:
+        made = torch.optim.AdamW(list(other.values()))
+    made.load_state_dict(written["optimizer_states"][0])
+    for p, q in zip(mine.values(), other.values(), strict=True):
+        assert set(direct.state[p]) == set(made.state[q])
+        assert all(torch.equal(made.state[q][key].double(), value.double()) for key, value in direct.state[p].items())

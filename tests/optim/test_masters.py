@@ -193,3 +193,36 @@ def test_a_skipped_step_leaves_the_master(master: str) -> None:
     optimizer.found_inf = torch.tensor(1.0)
     optimizer.step()
     assert same_bits(bits(optimizer, params), before)
+
+
+@pytest.mark.parametrize("master", KEEPING)
+def test_a_model_loaded_after_the_optimizers_state_wins(master: str) -> None:
+    """Case 32, the wrong way round: a checkpoint's state, then other weights. Nobody's old master comes back."""
+    there = parameters(BF16)
+    source = FusedAdamW(there.items(), lr=1e-4, weight_decay=0.0, master=master)
+    train(source, there, range(3))
+    params = {name: Parameter(p.detach().clone()) for name, p in there.items()}
+    optimizer = FusedAdamW(params.items(), lr=1e-4, weight_decay=0.0, master=master)
+    optimizer.load_state_dict(source.state_dict())
+    with torch.no_grad():
+        for p in params.values():
+            p.fill_(100.0)
+    train(optimizer, params, range(3, 4))
+    for p in params.values():
+        assert (p.detach().float() - 100.0).abs().max() <= 0.5
+        assert (weight_of(p, optimizer.state[p]) - 100.0).abs().max() <= 0.25 + 2e-4
+
+
+def test_a_load_over_other_weights_says_so() -> None:
+    """With copies it is detected while the state is loaded; the parameter wins and is named."""
+    there = parameters(BF16)
+    source = FusedAdamW(there.items(), lr=1e-4, master="fp32")
+    train(source, there, range(3))
+    params = {name: Parameter(p.detach().clone()) for name, p in there.items()}
+    with torch.no_grad():
+        params["wide"][0, :5] = 100.0
+    optimizer = FusedAdamW(params.items(), lr=1e-4, master="fp32")
+    with pytest.warns(UserWarning, match="5 of 600 weights of wide are not what their master weights round to"):
+        optimizer.load_state_dict(source.state_dict())
+    assert optimizer.last_load is not None
+    assert len(optimizer.last_load.warnings) == 1
