@@ -3,6 +3,7 @@
     python scripts/bench_step.py                     all tasks, two shapes, 2 threads
     python scripts/bench_step.py --tasks adamw contract --rounds 31
     python scripts/bench_step.py --clock cpu         one thread's CPU time: for a machine on which others work too
+    python scripts/bench_step.py --tasks overhead    what the step contract costs the host beside its kernel calls
 
 Machines are shared and clocks drift, so only ratios count: contestants take turns in every round, in an order that
 rotates, and the medians of the same rounds are compared. Rows with hardware and versions go to
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from contract_overhead import append_overhead, measure_overhead, show_overhead
 from rich.console import Console
 from rich.table import Table
 from torch.nn import Parameter
@@ -39,6 +41,7 @@ from lightning_fuse.optim import FusedAdamW, FusedLion, FusedSGD
 
 OUTPUT = Path(__file__).resolve().parents[1] / "benchmarks" / "step_cpu.csv"
 SHAPES = {"few large": [(820, 1024)] * 40, "many small": [(172, 128)] * 768}
+OVERHEAD = "overhead"  # the task of contract_overhead.py
 WARMUP = 3
 LR = 1e-3
 CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
@@ -221,7 +224,22 @@ def show(rows: Sequence[Measured], clock: str) -> None:
 
 def append(rows: Sequence[Measured], path: Path, clock: str) -> None:
     """Appends rows with what they were measured on."""
-    about = {
+    described = about(clock)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = not path.exists()
+    with path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [*Measured._fields, *described])
+        if fresh:
+            writer.writeheader()
+        for row in rows:
+            numbers = {"ns_per_element": f"{row.ns_per_element:.4f}", "ratio": f"{row.ratio:.3f}"}
+            floor = "" if row.floor_percent is None else f"{row.floor_percent:.1f}"
+            writer.writerow({**row._asdict(), **numbers, "floor_percent": floor, **described})
+
+
+def about(clock: str) -> dict[str, Any]:
+    """What rows were measured on."""
+    return {
         "when": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%MZ"),
         "cpu": processor(),
         "threads": torch.get_num_threads(),
@@ -233,16 +251,6 @@ def append(rows: Sequence[Measured], path: Path, clock: str) -> None:
         "torchao": version("torchao"),
         "python": platform.python_version(),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = not path.exists()
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [*Measured._fields, *about])
-        if fresh:
-            writer.writeheader()
-        for row in rows:
-            numbers = {"ns_per_element": f"{row.ns_per_element:.4f}", "ratio": f"{row.ratio:.3f}"}
-            floor = "" if row.floor_percent is None else f"{row.floor_percent:.1f}"
-            writer.writerow({**row._asdict(), **numbers, "floor_percent": floor, **about})
 
 
 def processor() -> str:
@@ -265,7 +273,7 @@ def main() -> None:
     """Measures, prints and appends."""
     known = tasks()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", nargs="+", choices=known, default=list(known))
+    parser.add_argument("--tasks", nargs="+", choices=[*known, OVERHEAD], default=[*known, OVERHEAD])
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--threads", type=int, default=2)
@@ -276,11 +284,18 @@ def main() -> None:
     rows = [
         row
         for task in arguments.tasks
+        if task != OVERHEAD
         for shape in arguments.shapes
         for row in measure(task, shape, known[task], arguments.rounds, CLOCKS[arguments.clock])
     ]
-    show(rows, arguments.clock)
-    append(rows, arguments.output, arguments.clock)
+    if rows:
+        show(rows, arguments.clock)
+        append(rows, arguments.output, arguments.clock)
+    if OVERHEAD in arguments.tasks:
+        torch.set_num_threads(1)
+        overheads = measure_overhead(arguments.rounds * 20)
+        show_overhead(overheads)
+        append_overhead(overheads, arguments.output.with_name("contract_host.csv"), about("cpu"))
 
 
 if __name__ == "__main__":

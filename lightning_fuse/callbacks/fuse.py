@@ -8,6 +8,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 
+from lightning_fuse.callbacks.step_monitor import StepMonitor, described, show_on_bar
 from lightning_fuse.optim import FusedOptimizer
 from lightning_fuse.optim.selection import StateSpec
 from lightning_fuse.plugins import AUTO, FusePrecision, Wish, loss_scale_for
@@ -108,9 +109,13 @@ class Fuse(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Reads outcomes that were left on a GPU, where they may be the last that are wanted."""
+        """Shows skips and loss scale on the progress bar; reads what may be the last outcomes that are wanted."""
         plugin = trainer.precision_plugin
-        if self._max_updates is None or not isinstance(plugin, FusePrecision):
+        if not isinstance(plugin, FusePrecision):
+            return
+        if trainer.progress_bar_callback is not None and not _has_monitor(trainer):
+            show_on_bar(pl_module, plugin.contract.skips, _loss_scale(plugin.contract))
+        if self._max_updates is None:
             return
         if plugin.contract.updates + plugin.contract.in_flight >= self._max_updates:
             plugin.catch_up()
@@ -119,3 +124,20 @@ class Fuse(Callback):
         """Ends training after ``max_updates`` applied updates."""
         if self._max_updates is not None and outcome.update >= self._max_updates:
             trainer.should_stop = True
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Says in one line what the steps came to."""
+        plugin = trainer.precision_plugin
+        if isinstance(plugin, FusePrecision) and not _has_monitor(trainer):
+            contract = plugin.contract
+            rank_zero_info(described(contract.updates, contract.global_step, contract.skips, _loss_scale(contract)))
+
+
+def _has_monitor(trainer: Trainer) -> bool:
+    """Whether a StepMonitor shows the same, and more."""
+    return any(isinstance(callback, StepMonitor) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+
+
+def _loss_scale(contract: StepContract) -> float | None:
+    """The newest loss scale that is known without asking the device."""
+    return None if contract.last is None else contract.last.loss_scale_after

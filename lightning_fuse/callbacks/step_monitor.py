@@ -94,9 +94,7 @@ class StepMonitor(Callback):
         self.clocks.batch_ends()
         # Here and not in on_step_outcome: what is logged inside the optimizer step files under whichever hook happens
         # to be running, and manual optimization has none.
-        pl_module.log("skips", float(sum(self.skips.values())), prog_bar=True, logger=False)
-        if self.loss_scale is not None:
-            pl_module.log("scale", float(self.loss_scale), prog_bar=True, logger=False)
+        show_on_bar(pl_module, self.skips, self.loss_scale)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The clock of training stands still."""
@@ -131,9 +129,7 @@ class StepMonitor(Callback):
 
     def describe(self) -> str:
         """Updates, skips by reason and the last loss scale in one line."""
-        skipped = ", ".join(f"{count} {reason}" for reason, count in sorted(self.skips.items())) or "none"
-        scale = "no loss scale" if self.loss_scale is None else f"loss scale {self.loss_scale:g}"
-        return f"{self.updates} updates in {self.global_step} optimizer steps; skipped: {skipped}; {scale}"
+        return described(self.updates, self.global_step, self.skips, self.loss_scale)
 
     def state_dict(self) -> dict[str, Any]:
         """The counts."""
@@ -176,6 +172,30 @@ class StepMonitor(Callback):
             rates = learning_rates(trainer.optimizers[outcome.optimizer])
             figures.update({f"step/lr/{group}{own}": rate for group, rate in rates.items()})
         return figures
+
+
+def show_on_bar(pl_module: pl.LightningModule, skips: Mapping[str, int], loss_scale: float | None) -> None:
+    """Shows skips and loss scale on whatever progress bar there is; inside a hook that may log."""
+    pl_module.log("skips", float(sum(skips.values())), prog_bar=True, logger=False)
+    if loss_scale is not None:
+        pl_module.log("scale", float(loss_scale), prog_bar=True, logger=False)
+
+
+def described(updates: int, steps: int, skips: Mapping[str, int], loss_scale: float | None) -> str:
+    """What the steps of a run came to, in one line.
+
+    Args:
+        updates: Applied ones.
+        steps: All of them.
+        skips: Reason to number.
+        loss_scale: The last one; None without.
+
+    Returns:
+        The line.
+    """
+    skipped = ", ".join(f"{count} {reason}" for reason, count in sorted(skips.items()) if count) or "none"
+    scale = "no loss scale" if loss_scale is None else f"loss scale {loss_scale:g}"
+    return f"{updates} updates in {steps} optimizer steps; skipped: {skipped}; {scale}"
 
 
 def learning_rates(optimizer: Optimizer) -> dict[str, float]:

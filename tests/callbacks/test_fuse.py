@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision
 from torch.utils.data import DataLoader
 
 from lightning_fuse import Fuse
+from lightning_fuse.callbacks import StepMonitor
 from lightning_fuse.plugins import FusePrecision, contract_of
 from tests.cases import Four, Validated, adamw, half, one_bad, quiet_trainer, sgd, train
 
@@ -283,3 +285,20 @@ def test_a_compiled_layer_is_named_and_trained_as_a_plain_one():
     second, _ = train(compiled, data(), Fuse(state=[("layers.0.weight", "int8"), "fp32"]))
     assert_same_bits(everything(first), everything(second))
     assert first.optimizers[0].formats() == second.optimizers[0].formats()
+
+
+@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
+@pytest.mark.parametrize("monitor", [False, True])
+def test_the_users_own_bar_shows_skips_and_scale_and_one_line_ends_it(bar, monitor, caplog):
+    shown = bar()
+    callbacks = [Fuse(), shown, *([StepMonitor()] if monitor else [])]
+    with caplog.at_level("INFO"):
+        trainer, _ = train(Four(), one_bad(6, 1, 3), *callbacks, precision=half(1024.0), enable_progress_bar=True)
+    assert shown.get_metrics(trainer, trainer.lightning_module) == {"skips": 2.0, "scale": 256.0}
+    lines = [record.message for record in caplog.records if "optimizer steps" in record.message]
+    assert lines == ["4 updates in 6 optimizer steps; skipped: 2 nonfinite; loss scale 256"]
+
+
+def test_without_a_bar_nothing_is_logged_for_one():
+    trainer, _ = train(Four(), one_bad(2), Fuse())
+    assert trainer.callback_metrics == {}
