@@ -28,7 +28,7 @@ from gradient_traces import FALL, FULL, SHORT, gpt_gradients, noise_gradients
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from rival_codecs import Scheme, all_schemes, exact
+from rival_codecs import Roots, Scheme, all_schemes, exact
 from torch import Tensor
 
 from lightning_fuse.rules.rule import sqrt
@@ -70,7 +70,7 @@ class Loop:
             root = (v / (1 - BETA2**self.step)).sqrt() + EPS
             updates.append(m / (1 - BETA1**self.step) / root)
             kept = self.scheme.second(v, self.step)
-            self.moments[i] = (self.scheme.first(m, self.step, sqrt(kept)), kept)
+            self.moments[i] = (self.scheme.first(m, self.step, Roots(sqrt(v), sqrt(kept))), kept)
         self.worst = max(self.worst, max(u.abs().max().item() for u in updates))
         return updates
 

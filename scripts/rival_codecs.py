@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,16 +16,23 @@ from torch import Tensor
 from lightning_fuse.formats import STATE_FORMATS, Codec, Place
 
 
+class Roots(NamedTuple):
+    """Square roots of a second moment: of what the update made it, and of what it was kept as."""
+
+    new: Tensor
+    kept: Tensor
+
+
 class Keep(Protocol):
     """How one moment is kept."""
 
-    def __call__(self, values: Tensor, step: int, root: Tensor | None = None) -> Tensor:
+    def __call__(self, values: Tensor, step: int, roots: Roots | None = None) -> Tensor:
         """The values that the next update will find.
 
         Args:
             values: float32, after an update.
             step: The number of the update.
-            root: For a first moment: the root of what the second was kept as just now.
+            roots: For a first moment: those of the second.
         """
 
 
@@ -83,7 +90,7 @@ class LinearInt8:
         scale = values.reshape(-1, self.block).abs().amax(dim=1, keepdim=True)
         return scale * (0.5 / self.levels + 2.0**-22)
 
-    def __call__(self, values: Tensor, step: int, root: Tensor | None = None) -> Tensor:
+    def __call__(self, values: Tensor, step: int, roots: Roots | None = None) -> Tensor:
         """Encodes and decodes."""
         return self.decode(*self.encode(values), values.shape)
 
@@ -100,7 +107,7 @@ def power_nearest(order: int, levels: float, block: int = 128) -> Keep:
         The function that encodes and decodes; a value that is not 0 never gets the code 0 under the fourth root.
     """
 
-    def keep(values: Tensor, step: int, root: Tensor | None = None) -> Tensor:
+    def keep(values: Tensor, step: int, roots: Roots | None = None) -> Tensor:
         blocks = values.reshape(-1, block)
         scale = blocks.abs().amax(dim=1, keepdim=True)
         codes = torch.round((blocks.abs() / _nonzero(scale)) ** (1.0 / order) * levels)
@@ -123,7 +130,7 @@ def mapped(levels: Tensor, block: int = 256) -> Keep:
     """
     middles = (levels[1:] + levels[:-1]) / 2
 
-    def keep(values: Tensor, step: int, root: Tensor | None = None) -> Tensor:
+    def keep(values: Tensor, step: int, roots: Roots | None = None) -> Tensor:
         flat = values.reshape(-1)
         padded = torch.nn.functional.pad(flat, (0, -flat.numel() % block)).view(-1, block)
         scale = padded.abs().amax(dim=1, keepdim=True)
@@ -136,13 +143,15 @@ def mapped(levels: Tensor, block: int = 256) -> Keep:
 def packaged(codec: Codec) -> Keep:
     """A codec of the package."""
 
-    def keep(values: Tensor, step: int, root: Tensor | None = None) -> Tensor:
-        return codec.decode(codec.encode(values, Place(step), root), root)
+    def keep(values: Tensor, step: int, roots: Roots | None = None) -> Tensor:
+        if roots is None:
+            return codec.decode(codec.encode(values, Place(step)))
+        return codec.decode(codec.encode(values, Place(step), roots.new), roots.kept)
 
     return keep
 
 
-def exact(values: Tensor, step: int, root: Tensor | None = None) -> Tensor:
+def exact(values: Tensor, step: int, roots: Roots | None = None) -> Tensor:
     """float32: nothing is lost."""
     return values
 

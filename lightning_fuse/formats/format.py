@@ -75,8 +75,8 @@ class Codec(ABC):
         Args:
             values: float32, the parameter's shape.
             place: Step and index.
-            root: ``root`` of what the moment's unit was encoded as just now, or None where it has no unit. A codec may
-                keep values relative to it, and then keeps 0 where it is 0 or not finite.
+            root: Square root of the moment's unit before it is encoded, or None where the moment has no unit. A codec
+                may keep values relative to it, and then keeps 0 where it is 0 or not finite.
 
         Returns:
             One tensor for each of ``parts(values.shape)``, in that order.
@@ -88,7 +88,7 @@ class Codec(ABC):
 
         Args:
             parts: The tensors that ``encode`` gave.
-            root: What ``encode`` was given.
+            root: ``root`` of what the moment's unit was encoded as, where ``encode`` was given one.
 
         Returns:
             float32, the parameter's shape.
@@ -205,7 +205,7 @@ def decode_moment(
 def encode_moments(
     moments: Sequence[Moment], codecs: Sequence[Codec], values: Sequence[Tensor], place: Place
 ) -> tuple[tuple[Tensor, ...], ...]:
-    """Encodes all moments of one parameter, units first, for the others may be kept relative to what became of them.
+    """Encodes all moments of one parameter, those with a unit relative to it as it is before it is encoded.
 
     Args:
         moments: The moments of a rule.
@@ -216,11 +216,10 @@ def encode_moments(
     Returns:
         The parts of each moment.
     """
-    parts: list[tuple[Tensor, ...]] = [()] * len(moments)
-    for index in sorted(range(len(moments)), key=lambda index: bool(moments[index].unit)):
-        root = _root_of_unit(moments[index], moments, codecs, parts)
-        parts[index] = codecs[index].encode(values[index], place, root)
-    return tuple(parts)
+    return tuple(
+        codec.encode(value, place, sqrt(values[_place_of_unit(moment, moments)]) if moment.unit else None)
+        for moment, codec, value in zip(moments, codecs, values, strict=True)
+    )
 
 
 def _root_of_unit(
@@ -228,5 +227,9 @@ def _root_of_unit(
 ) -> Tensor | None:
     if not moment.unit:
         return None
-    index = [other.name for other in moments].index(moment.unit)
+    index = _place_of_unit(moment, moments)
     return codecs[index].root(parts[index])
+
+
+def _place_of_unit(moment: Moment, moments: Sequence[Moment]) -> int:
+    return [other.name for other in moments].index(moment.unit)

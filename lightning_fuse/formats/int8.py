@@ -6,21 +6,22 @@ beta2 = 0.999 moves it by 0.1 % a step, so nearest rounding would never move it 
 
 Signed (first moment, momentum), one int8 per element, for a block of values m. Where the moment has a unit, that is
 where the update divides by the root of a second moment, m stands for the quotient m / root, ``root`` being the root of
-the second moment *as it is stored*; what is read back is multiplied by it again. A dithered code is then wrong by a
-share of the update, not of the block's largest moment::
+the second moment before it is encoded; what is read back is multiplied by the root of the second moment as it is
+stored. A dithered code is then wrong by a share of the update, not of the block's largest moment, and an error of the
+second moment's code moves both alike, so that it does not change the quotient::
 
     s = max |m|                                  stored
     code = sign(m) * min(127, floor(sqrt(|m|) * (127 / sqrt(s)) + d))
-    m' = q * |q|    with q = code * (sqrt(s) / 127)
+    m' = (code * |code|) * (s / 127^2)
 
 Unsigned (second moment), one uint8 per element, for a block of values v, r = sqrt(v)::
 
     s = the smallest 2^(k/8) >= max sqrt(r)      stored; stands still from step to step
     code = min(255, floor(sqrt(r) * (255 / s) + d))    and never 0 for v > 0
-    root = x * x,  v' = root * root    with x = code * (s / 255)
+    root = (code * code) * ((s * s) / 255^2),  v' = root * root
 
-or, in a *wide* block, where at least an eighth of the elements that are not 0 have r < s^2 / 64, logarithmic codes, on
-the levels L(n) = 2^(n/16), with L(n) <= r < L(n + 1) and L(top) = s^2::
+or, in a *wide* block, where at least an eighth of these codes that are not 0 are below 32 (r < s^2 / 64), logarithmic
+codes, on the levels L(n) = 2^(n/16), with L(n) <= r < L(n + 1) and L(top) = s^2::
 
     -s                                           stored: the sign bit is the kind
     code = n + floor((r - L(n)) / (L(n + 1) - L(n)) + d) - top + 255    clamped to [1, 255], and 0 for v = 0
@@ -61,9 +62,9 @@ from lightning_fuse.rules.rule import divide, sqrt
 
 BLOCK = 128  # elements per scale
 
-# A block is wide where one in WIDE_SHARE lies this many levels below the top: there a step of the fourth root (code 32
-# of 255: 33^2 / 32^2 = 1.063) is coarser than a level (2^(1/16) = 1.044).
-WIDE_LEVELS = 96
+# A block is wide where one code in WIDE_SHARE is below this one: there a step of the fourth root (33^2 / 32^2 = 1.063) is
+# coarser than a level (2^(1/16) = 1.044).
+WIDE_BELOW = 32
 WIDE_SHARE = 8
 
 # Mantissa bits of 2^(k/16), k = 0..16, rounded to float32; 2^(16/16) carries into the exponent.
@@ -97,8 +98,8 @@ class Int8Signed(Codec):
     def decode(self, parts: tuple[Tensor, ...], root: Tensor | None = None) -> Tensor:
         """See ``Codec.decode``."""
         codes, scale = parts
-        q = to_blocks(codes.to(torch.float32)) * _per_block(_units(sqrt(scale), 127.0), codes.shape)
-        values = from_blocks(q * q.abs(), codes.shape)
+        code = to_blocks(codes.to(torch.float32))
+        values = from_blocks((code * code.abs()) * _per_block(_units(scale, 127.0), codes.shape), codes.shape)
         return values if root is None else values * _finite(root)
 
     def fault(self, parts: tuple[Tensor, ...], *, signed: bool, finite: bool) -> str:
@@ -125,14 +126,14 @@ class Int8Unsigned(Codec):
         roots = sqrt(to_blocks(_finite(values)))
         fourth = sqrt(roots)
         scale = grid_ceil(fourth.amax(dim=-1))
-        top = top_level(scale)
-        wide = _is_wide(roots, top)
         per_unit = torch.where(scale > 0, divide(255.0, scale), 0.0)
         dither = _block_dither(values, place, PHASE_UNSIGNED)
-        code = torch.floor(fourth * per_unit.unsqueeze(-1) + dither).clamp(max=255.0)
+        code = torch.floor(fourth * per_unit.unsqueeze(-1) + dither)
+        code = torch.where(roots > 0, code.clamp(1.0, 255.0), 0.0)
+        wide = _is_wide(code)
         if wide.any():
-            code = torch.where(wide.unsqueeze(-1), _level_codes(roots, top, dither), code)
-        code = torch.where(roots > 0, code.clamp(min=1.0), 0.0)
+            levels = _level_codes(roots, top_level(scale), dither)
+            code = torch.where(wide.unsqueeze(-1) & (roots > 0), levels, code)
         scale = torch.where(wide, -scale, scale)
         return from_blocks(code, values.shape).to(torch.uint8), scale.view(scale_shape(values.shape))
 
@@ -145,8 +146,8 @@ class Int8Unsigned(Codec):
         """See ``Codec.root``; what the codes stand for, without a square root."""
         codes, scale = parts
         blocks = to_blocks(codes)
-        x = blocks.to(torch.float32) * _per_block(_units(scale.abs(), 255.0), codes.shape)
-        roots, wide = x * x, torch.signbit(scale)
+        code, wide = blocks.to(torch.float32), torch.signbit(scale)
+        roots = (code * code) * _per_block(_units(scale * scale, 255.0), codes.shape)
         if wide.any():
             number = blocks.to(torch.int64) - 255 + _per_block(top_level(scale.abs()), codes.shape)
             levels = torch.where(blocks > 0, level(number), 0.0)
@@ -164,22 +165,21 @@ class Int8Unsigned(Codec):
         return ""
 
 
-def _is_wide(roots: Tensor, top: Tensor) -> Tensor:
-    """Whether an eighth of what is not zero in a block lies below 1/64 of its top level; a count has no order.
+def _is_wide(code: Tensor) -> Tensor:
+    """Whether an eighth of the fourth-root codes that are not zero in a block are small; a count has no order.
 
     Args:
-        roots: float32, [..., 128].
-        top: Number of the top level, int64, [...].
+        code: float32, whole numbers in [0, 255], [..., 128].
 
     Returns:
         bool, [...].
     """
-    small = (roots < level(top - WIDE_LEVELS).unsqueeze(-1)) & (roots > 0)
-    return WIDE_SHARE * small.sum(dim=-1) >= (roots > 0).sum(dim=-1).clamp(min=1)
+    small = ((code > 0) & (code < WIDE_BELOW)).sum(dim=-1)
+    return WIDE_SHARE * small >= (code > 0).sum(dim=-1).clamp(min=1)
 
 
 def _level_codes(roots: Tensor, top: Tensor, dither: Tensor) -> Tensor:
-    """Codes of a wide block, before a zero becomes 0 and anything else at least 1.
+    """Codes of a wide block, before a zero becomes 0.
 
     Args:
         roots: float32, [..., 128], 0 or a normal number > 0.
@@ -187,7 +187,7 @@ def _level_codes(roots: Tensor, top: Tensor, dither: Tensor) -> Tensor:
         dither: float32, the shape of ``roots``.
 
     Returns:
-        float32, the shape of ``roots``; whole numbers of at most 255.
+        float32, the shape of ``roots``; whole numbers in [1, 255].
     """
     bits, levels = float_bits(roots), torch.tensor(_LEVELS, dtype=torch.int64, device=roots.device)
     mantissa = bits & 0x7FFFFF
@@ -195,7 +195,7 @@ def _level_codes(roots: Tensor, top: Tensor, dither: Tensor) -> Tensor:
     rest, gap = mantissa - levels[below], levels[below + 1] - levels[below]
     share = rest.to(torch.float32) / gap.to(torch.float32)
     number = (bits >> 23) * 16 + below + torch.floor(share + dither).to(torch.int64)
-    return (number - top.unsqueeze(-1) + 255).clamp(max=255).to(torch.float32)
+    return (number - top.unsqueeze(-1) + 255).clamp(1, 255).to(torch.float32)
 
 
 def level(number: Tensor) -> Tensor:
@@ -286,9 +286,9 @@ def _parts(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Part, ...]:
     return (Part(".codes", shape, dtype), Part(".scale", scale_shape(shape), torch.float32))
 
 
-def _units(scale: Tensor, codes: float) -> Tensor:
-    """What one code is worth in each block; a true division on every device (see ``rule.divide``)."""
-    return scale / torch.full_like(scale, codes)
+def _units(top: Tensor, codes: float) -> Tensor:
+    """What the square of a code is worth where ``codes`` stands for ``top``; a true division on every device."""
+    return top / torch.full_like(top, codes * codes)
 
 
 def _per_block(units: Tensor, shape: torch.Size) -> Tensor:

@@ -1,7 +1,7 @@
 """Converting one parameter's state: any format and master weight to any other.
 
-A conversion decodes to float32 and encodes with the target's own codecs, first moments in units of what became of the
-second, with the dither of the parameter's step: a pure function of the checkpoint. What is kept alike on both sides
+A conversion decodes to float32 and encodes with the target's own codecs, as a step would, with the dither of the
+parameter's step: a pure function of the checkpoint. What is kept alike on both sides
 keeps its bits. What is lost is measured and told.
 """
 
@@ -19,7 +19,7 @@ from lightning_fuse.formats.format import Codec, Place, decode_moment, extremes
 from lightning_fuse.formats.master import MasterFormat
 from lightning_fuse.optim.state_foreign import Mapped
 from lightning_fuse.optim.state_match import Incoming
-from lightning_fuse.rules.rule import Moment
+from lightning_fuse.rules.rule import Moment, sqrt
 
 
 @dataclass
@@ -103,9 +103,10 @@ def _moments(planned: Planned, saved: Keeping, here: Keeping, place: Place) -> d
             now[i] = stored[i]
             continue
         values = decode_moment(i, saved.moments, saved.codecs, stored)
-        root = here.codecs[place_of_unit].root(now[place_of_unit]) if unit else None
-        now[i] = codec.encode(values, place, root)
-        distance = _distance(codec.decode(now[i], root), values)
+        new = sqrt(decode_moment(place_of_unit, saved.moments, saved.codecs, stored)) if unit else None
+        kept = here.codecs[place_of_unit].root(now[place_of_unit]) if unit else None
+        now[i] = codec.encode(values, place, new)
+        distance = _distance(codec.decode(now[i], kept), values)
         lost += [f"{names[i]} {distance}"] if distance else []
     if not all(same):
         planned.notes.append(f"state {saved.state} -> {here.state} ({', '.join(lost) or 'nothing is lost'})")

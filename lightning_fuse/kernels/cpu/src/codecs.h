@@ -73,7 +73,7 @@ inline float largest_magnitude(const float* x, int count) {
 constexpr uint32_t kMantissas[17] = {
     0x000000, 0x05AAC3, 0x0B95C2, 0x11C3D3, 0x1837F0, 0x1EF532, 0x25FED7, 0x2D583F, 0x3504F3,
     0x3D08A4, 0x45672A, 0x4E248C, 0x5744FD, 0x60CCDF, 0x6AC0C7, 0x75257D, 0x800000};
-constexpr int kWideLevels = 96;
+constexpr uint8_t kWideBelow = 32;
 constexpr int kWideShare = 8;
 constexpr int32_t kLevelOfOne = 16 * 127;
 
@@ -98,30 +98,27 @@ inline int32_t top_level(float scale) {
     return (static_cast<int32_t>(bits >> 23) - 127) * 32 + eighths * 4 + kLevelOfOne;
 }
 
-// Whether an eighth of what is not zero in a block lies below 1/64 of its top level.
-inline bool is_wide(const float* __restrict roots, int count, float scale) {
-    const int32_t limit = static_cast<int32_t>(bits_of(level(top_level(scale) - kWideLevels)));
-    int32_t balance = 0;
+// Whether an eighth of the fourth-root codes of a block that are not zero are small.
+inline bool is_wide(const uint8_t* __restrict codes, int count) {
+    uint8_t small = 0, live = 0;  // 128 at most
     for (int i = 0; i < count; ++i) {
-        const int32_t root = static_cast<int32_t>(bits_of(roots[i]));
-        const int32_t side = root < limit ? kWideShare - 1 : -1;
-        balance += root > 0 ? side : 0;
+        small += static_cast<uint8_t>(codes[i] - 1) < kWideBelow - 1;
+        live += codes[i] != 0;
     }
-    return scale > 0.0f && balance >= 0;
+    return live > 0 && kWideShare * small >= live;
 }
 
 // One code. What is truncated is never negative, so truncating is rounding down.
 
 // `root` is the square root of the value's magnitude, with the value's sign.
 inline int8_t signed_code(float root, float per_unit, uint32_t word) {
-    int32_t code = static_cast<int32_t>(std::fabs(root) * per_unit + dither_fraction(word));
+    int32_t code = static_cast<int32_t>(plus_dither(std::fabs(root) * per_unit, word));
     code = code > 127 ? 127 : code;
-    const int32_t sign = static_cast<int32_t>(bits_of(root)) >> 31;
-    return static_cast<int8_t>((code ^ sign) - sign);
+    return static_cast<int8_t>(static_cast<int32_t>(bits_of(root)) < 0 ? -code : code);
 }
 
 inline int32_t unsigned_code(float fourth, float per_unit, uint32_t word) {
-    int32_t code = static_cast<int32_t>(fourth * per_unit + dither_fraction(word));
+    int32_t code = static_cast<int32_t>(plus_dither(fourth * per_unit, word));
     code = code > 255 ? 255 : code;
     // A value > 0 never becomes code 0: 1 for every positive float, 0 for zero, as an integer that vectorises.
     const int32_t least = static_cast<int32_t>((bits_of(fourth) + 0x7FFFFFFFu) >> 31);
@@ -143,13 +140,22 @@ inline uint8_t level_code(float root, int32_t top, uint32_t word) {
 
 inline float level_of_code(uint8_t code, int32_t top) { return code ? level(code - 255 + top) : 0.0f; }
 
+// What a code stands for is its square times a unit of the block. Squares are exact, and fit into 16 bits.
+inline float signed_square(int8_t code) {
+    const int16_t wide = code, magnitude = static_cast<int16_t>(wide < 0 ? -wide : wide);
+    return static_cast<float>(static_cast<int16_t>(wide * magnitude));
+}
+inline float unsigned_square(uint8_t code) {
+    const uint16_t wide = code;
+    return static_cast<float>(static_cast<int32_t>(static_cast<uint16_t>(wide * wide)));
+}
+inline float signed_unit(float scale) { return scale / 16129.0f; }             // 127^2
+inline float unsigned_unit(float scale) { return (scale * scale) / 65025.0f; }  // 255^2
+
 // One block each. `word` is the dither word of the block's first element.
 
 inline void decode_signed(const int8_t* __restrict codes, float* __restrict values, int count, float unit) {
-    for (int i = 0; i < count; ++i) {
-        const float q = static_cast<float>(codes[i]) * unit;
-        values[i] = q * std::fabs(q);
-    }
+    for (int i = 0; i < count; ++i) values[i] = signed_square(codes[i]) * unit;
 }
 
 // Square roots of what the codes stand for.
@@ -159,11 +165,8 @@ inline void decode_roots(const uint8_t* __restrict codes, float* __restrict root
         for (int i = 0; i < count; ++i) roots[i] = level_of_code(codes[i], top);
         return;
     }
-    const float unit = scale / 255.0f;
-    for (int i = 0; i < count; ++i) {
-        const float x = static_cast<float>(codes[i]) * unit;
-        roots[i] = x * x;
-    }
+    const float unit = unsigned_unit(scale);
+    for (int i = 0; i < count; ++i) roots[i] = unsigned_square(codes[i]) * unit;
 }
 
 inline void encode_signed(
@@ -174,24 +177,25 @@ inline void encode_signed(
     }
 }
 
+inline void encode_levels(const float* __restrict roots, uint8_t* __restrict codes, int count, float scale, uint32_t word) {
+    const int32_t top = top_level(scale);
+    for (int i = 0; i < count; ++i) {
+        codes[i] = level_code(roots[i], top, word + static_cast<uint32_t>(i) * kIndexStride);
+    }
+}
+
 // From roots, all of them finite; returns the scale to store.
 inline float encode_roots(const float* __restrict roots, uint8_t* __restrict codes, int count, float scale, uint32_t word) {
-    if (is_wide(roots, count, scale)) {
-        const int32_t top = top_level(scale);
-        for (int i = 0; i < count; ++i) {
-            codes[i] = level_code(roots[i], top, word + static_cast<uint32_t>(i) * kIndexStride);
-        }
-        return -scale;
-    }
     const float per_unit = scale > 0.0f ? 255.0f / scale : 0.0f;
     for (int i = 0; i < count; ++i) {
         const uint32_t here = word + static_cast<uint32_t>(i) * kIndexStride;
         codes[i] = static_cast<uint8_t>(unsigned_code(std::sqrt(roots[i]), per_unit, here));
     }
-    return scale;
+    if (!is_wide(codes, count)) return scale;
+    encode_levels(roots, codes, count, scale, word);
+    return -scale;
 }
 
-inline float signed_unit(float scale) { return std::sqrt(scale) / 127.0f; }
 inline float per_signed_unit(float scale) { return scale > 0.0f ? 127.0f / std::sqrt(scale) : 0.0f; }
 
 // The int8 codecs of one tile.
@@ -286,13 +290,14 @@ inline void open_unit(const Moment& moment, const Span& span, float* roots) {
     for (int i = 0; i < span.count; ++i) roots[i] = float_of(finite_magnitude(std::sqrt(values[i])));
 }
 
-// From a moment relative to its unit to the moment, and back; a quotient that is not finite is kept as a zero.
+// From a moment relative to its unit to the moment, and back. The first roots are those of the unit as it is kept, the
+// second those of its values before they are encoded; a quotient that is not finite is kept as a zero.
 inline void from_units(const float* __restrict roots, float* __restrict values, int count) {
     for (int i = 0; i < count; ++i) values[i] = values[i] * roots[i];
 }
 
-inline void to_units(const float* __restrict roots, float* __restrict values, int count) {
-    for (int i = 0; i < count; ++i) values[i] = values[i] / roots[i];
+inline void to_units(const float* __restrict unit, float* __restrict values, int count) {
+    for (int i = 0; i < count; ++i) values[i] = values[i] / float_of(finite_magnitude(std::sqrt(unit[i])));
 }
 
 }  // namespace

@@ -125,12 +125,8 @@ void step_tile(const Slot& slot, const Gradient& grad, const Scalars& scalars, c
             from_units(roots, moments[0], span.count);
         }
         variant.update(scalars, span.count, weight, g, moments);
-        for (int k = variant.moments - 1; k > 0; --k) close_moment(slot.moments[k], span, moments[k]);
-        if (relative) {
-            open_unit(slot.moments[1], span, roots);
-            to_units(roots, moments[0], span.count);
-        }
-        if (variant.moments) close_moment(slot.moments[0], span, moments[0]);
+        if (relative) to_units(moments[1], moments[0], span.count);
+        for (int k = 0; k < variant.moments; ++k) close_moment(slot.moments[k], span, moments[k]);
     }
     close_weight(slot, span, weight, param);
     if (slot.layout && slot.dtype == Dtype::kFloat32) {

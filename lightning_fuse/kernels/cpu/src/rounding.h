@@ -25,6 +25,8 @@ inline float float_of(uint32_t bits) {
     return x;
 }
 
+constexpr int32_t kInfinity = 0x7F800000;  // bits; a larger magnitude is a NaN
+
 inline bool is_nan(uint32_t bits) { return (bits & 0x7FFFFFFFu) > 0x7F800000u; }
 inline bool is_finite(uint32_t bits) { return (bits & 0x7FFFFFFFu) < 0x7F800000u; }
 
@@ -34,6 +36,15 @@ inline uint32_t first_word(int64_t index, int64_t step, uint32_t phase) {
 }
 
 inline float dither_fraction(uint32_t word) { return static_cast<float>(static_cast<int32_t>(word >> 8)) * 0x1p-24f; }
+
+// The sum of a number and a dither fraction, rounded once. The product is exact, so fusing it changes no bit.
+inline float plus_dither(float x, uint32_t word) {
+#ifdef __FMA__
+    return __builtin_fmaf(static_cast<float>(static_cast<int32_t>(word >> 8)), 0x1p-24f, x);
+#else
+    return x + dither_fraction(word);
+#endif
+}
 
 inline float from_bf16(uint16_t half) { return float_of(static_cast<uint32_t>(half) << 16); }
 
