@@ -62,8 +62,8 @@ from lightning_fuse.rules.rule import divide, sqrt
 
 BLOCK = 128  # elements per scale
 
-# A block is wide where one code in WIDE_SHARE is below this one: there a step of the fourth root (33^2 / 32^2 = 1.063) is
-# coarser than a level (2^(1/16) = 1.044).
+# A block is wide where one code in WIDE_SHARE is below this one: there a step of the fourth root (33^2 / 32^2 = 1.063)
+# is coarser than a level (2^(1/16) = 1.044).
 WIDE_BELOW = 32
 WIDE_SHARE = 8
 
