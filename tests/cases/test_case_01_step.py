@@ -244,6 +244,15 @@ def test_case_13_gradients_spoilt_after_unscale_are_caught():
         assert all(isfinite(x) for x in module.w.tolist())
 
 
+def test_case_13_stock_lets_them_reach_the_weights():
+    def spoil(trainer, module, optimizer):
+        module.w.grad[0] = float("nan")
+
+    module = Four(sgd)
+    train(module, one_bad(1), LambdaCallback(on_before_optimizer_step=spoil), precision=half())
+    assert module.w.isnan().any()
+
+
 def test_case_14_what_grad_holds_after_a_step_and_after_a_skip():
     held = []
     look = LambdaCallback(on_train_batch_end=lambda _t, module, *_: held.append(module.w.grad.tolist()))

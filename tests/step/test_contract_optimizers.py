@@ -92,7 +92,7 @@ def test_updates_are_torchs_within_rounding(name):
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("fmt", list(STATE_FORMATS))
-def test_an_overflow_on_the_first_step_leaves_no_trace(rule, fmt):
+def test_case_11_an_overflow_on_the_first_step_leaves_no_trace(rule, fmt):
     """Case 11: [inf, g, g] is [g, g], in parameters and all state, bit for bit."""
     steps = gradients(2, seed=5)
     first = [g.clone() for g in steps[0]]
@@ -108,7 +108,7 @@ def test_an_overflow_on_the_first_step_leaves_no_trace(rule, fmt):
                 assert torch.equal(a.state[p][key], b.state[q][key])
 
 
-def test_torchs_fused_sgd_uses_an_uninitialised_buffer_after_an_overflow():
+def test_case_11_stock_fused_sgd_uses_an_uninitialised_buffer_after_an_overflow():
     """The stock side of case 11; if this fails, torch has mended it."""
     w = torch.nn.Parameter(torch.ones(64))
     optimizer = torch.optim.SGD([w], lr=0.1, momentum=0.9, fused=True)
