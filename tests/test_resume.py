@@ -71,32 +71,35 @@ def test_a_run_killed_twice_ends_as_one_that_was_not(state: str, tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("awaited", "every", "words"),
+    ("number", "times", "code", "words"),
     [
-        ("checkpoints/last.ckpt", 10, "interrupted; to go on: python train.py resume={folder}\n"),
-        ("steps.jsonl", 1000, "interrupted before the first checkpoint: start it again\n"),
+        (signal.SIGINT, 1, 130, "interrupted; to go on: python train.py resume={folder}\n"),
+        (signal.SIGTERM, 1, 143, "interrupted; to go on: python train.py resume={folder}\n"),
+        (signal.SIGTERM, 2, 143, "interrupted before the first checkpoint: start it again\n"),
     ],
 )
-def test_ctrl_c_says_how_to_go_on(awaited: str, every: int, words: str, tmp_path: Path) -> None:
+def test_a_signal_says_how_to_go_on(number: signal.Signals, times: int, code: int, words: str, tmp_path: Path) -> None:
+    """One waits for the next closed window and its checkpoint; two, inside a window of 1000 batches, do not."""
     folder = tmp_path / "run"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(ROOT / "train.py"), *LONGER, f"hydra.run.dir={folder}"]
-    command += [f"callbacks.last.every={every}", "trainer.val_check_interval=1000"]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    while not (folder / awaited).exists():
+    command = [sys.executable, str(ROOT / "train.py"), *LONGER, f"hydra.run.dir={folder}", "callbacks.last.every=1000"]
+    command += ["trainer.val_check_interval=1000", f"trainer.accumulate_grad_batches={1 if times == 1 else 1000}"]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not (folder / ("steps.jsonl" if times == 1 else "summary.json")).exists():
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate()
-    assert process.returncode == 130
+    time.sleep(1.0)
+    for _ in range(times):
+        process.send_signal(number)
+        time.sleep(0.3)
+    output, errors = process.communicate()
+    assert process.returncode == code
     assert errors == words.format(folder=folder)
-
-
-@pytest.fixture
-def finished(tmp_path: Path) -> Path:
-    """The folder of a run of two steps."""
-    folder = tmp_path / "first"
-    train(composed(*SMALL, run_folder=folder), list(SMALL))
-    return folder
+    assert f"{number.name}: stopping after this window, with a checkpoint" in output
+    assert json.loads((folder / "summary.json").read_text())["status"] == "interrupted"
+    if times == 1:
+        found = checkpoint(folder)
+        assert found["global_step"] == len(rows(folder))
+        assert found["lightning_fuse"]["config"]["recipe"]["name"] == "byte_lm"
 
 
 def test_a_folder_goes_on_in_place_with_its_own_words(finished: Path, tmp_path: Path) -> None:
