@@ -52,7 +52,8 @@ svg .bar-label, svg .bar-value { fill: var(--text); }
 .grid { stroke: var(--grid); stroke-width: 1; }
 .axis { stroke: var(--soft); stroke-width: 1; }
 .line { fill: none; stroke: var(--ink); stroke-width: 2; stroke-linejoin: round; stroke-linecap: round; }
-.area { fill: var(--ink); opacity: 0.14; stroke: none; }
+.area { fill: var(--ink); opacity: 0.07; stroke: none; }
+.area.base { opacity: 0.2; }
 .dot, .bar { fill: var(--ink); }
 .track { fill: var(--grid); }
 .range { fill: none; stroke: var(--text); stroke-width: 1.5; }

@@ -156,7 +156,8 @@ def _path(line: Line, x: Scale, y: Scale) -> str:
 def _area(line: Line, x: Scale, y: Scale) -> str:
     there = [f"{x(at):.1f} {y(high):.1f}" for (at, _), high in zip(line.points, line.high, strict=True)]
     back = [f"{x(at):.1f} {y(low):.1f}" for (at, _), low in zip(line.points, line.low, strict=True)]
-    return f'<path class="area" d="M{"L".join([*there, *reversed(back)])}Z" {_ink(line)}/>'
+    kind = "area" if line.colour else "area base"  # many areas over one another would hide the baseline's
+    return f'<path class="{kind}" d="M{"L".join([*there, *reversed(back)])}Z" {_ink(line)}/>'
 
 
 def _cross(at: float, value: float, colour: int) -> str:
