@@ -28,7 +28,8 @@ from lightning_fuse.rules import RULES
 from tests.composing import SMALL
 from tests.pages import PAGES, ROOT, Command, blocks, commands, text_of
 
-COMMANDS = [command for page in PAGES for command in commands(page)]
+# Each once, where it stands first.
+COMMANDS = list({command.words: command for page in reversed(PAGES) for command in reversed(commands(page))}.values())
 TRAIN = [c for c in COMMANDS if c.words[:2] == ("python", "train.py")]
 SCRIPTS = [c for c in COMMANDS if c.words[0] == "python" and c.words[1].startswith("scripts/")]
 
@@ -159,7 +160,8 @@ def _without_options(command: Command) -> tuple[list[str], bool]:
 
 
 def _runs(words: list[str]) -> list[list[str]]:
-    overrides = OverridesParser.create().parse_overrides(words)
+    first_seed = [word.split(",")[0] if word.startswith("seed=") else word for word in words]
+    overrides = OverridesParser.create().parse_overrides(first_seed)
     (batch,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
     return [list(run) for run in batch]
 
@@ -207,13 +209,14 @@ def test_a_command_of_train_py_runs(
     write_files("docs/extending.md", folder)
     words = _filled(command.words[2:], workshop)
     multirun = [word for word in words if word.startswith("multirun=")]
-    if any(word.startswith("resume=") for word in words):
-        steps = json.loads((Path(workshop["run"]) / "summary.json").read_text())["global_step"]
-        words += [f"trainer.max_steps={steps + 1}"]  # two short steps were all it had to do
+    before = _steps(workshop)
+    if any(word.startswith("resume=/") for word in words):
+        # It has done all that it had to do. A word that is given twice counts as given last.
+        words += [f"trainer.max_steps={before + 1}"]
     else:
         recipe = "digits" if multirun else next((w.split("=")[1] for w in words if w.startswith("recipe=")), "byte_lm")
         words = [word.split(",")[0] if word.startswith("seed=") else word for word in words] + TINY[recipe]
-        words += ["seed=0"] if multirun and len(command.words) == 3 else []  # a third of a whole list
+        words += ["seed=0", "optimizer.lr=1e-3"] if multirun and len(command.words) == 3 else []  # one of a whole list
     refused = "optimizer=adamw_torch" in words and "state=int8" in words
     if refused:
         with pytest.raises(SystemExit) as caught:
@@ -221,20 +224,21 @@ def test_a_command_of_train_py_runs(
         assert caught.value.code == 2
         return
     run_train(monkeypatch, words)
-    where = Path(workshop["run"]) if any(word.startswith("resume=") for word in words) else folder
-    assert list(where.rglob("summary.json"))
+    assert list(folder.rglob("summary.json")) or _steps(workshop) == before + 1
+
+
+def _steps(workshop: dict[str, str]) -> int:
+    return json.loads((Path(workshop["run"]) / "summary.json").read_text())["global_step"]
 
 
 def _filled(words: tuple[str, ...], workshop: dict[str, str]) -> list[str]:
-    """Placeholders replaced by what is there."""
+    """Placeholders replaced by what is there, as a whole word, a value, or the folder at the beginning of either."""
     found = []
     for word in words:
-        key, equals, value = word.partition("=")
-        if equals and value in PLACEHOLDERS and not key.startswith("hydra."):
-            word = f"{key}={workshop[PLACEHOLDERS[value]]}"
-        elif word in PLACEHOLDERS:
-            word = workshop[PLACEHOLDERS[word]]
-        found.append(word)
+        key, equals, value = word.rpartition("=")
+        start, slash, rest = (value, "", "") if value in PLACEHOLDERS else value.partition("/")
+        there = workshop[PLACEHOLDERS[start]] if start in PLACEHOLDERS and not key.startswith("hydra.") else start
+        found.append(f"{key}{equals}{there}{slash}{rest}")
     return found
 
 
