@@ -79,7 +79,7 @@ class Trace:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        self._profile = profile(activities=activities, profile_memory=self.memory, acc_events=True)
+        self._profile = profile(activities=activities, profile_memory=self.memory)
         self._profile.start()
 
     def stop(self) -> list[Event]:
@@ -178,10 +178,15 @@ def digest(events: Sequence[Event]) -> Digest:
 def _updates(host: Sequence[Event], steps: Sequence[Event]) -> list[Event]:
     """The optimizer's ranges without forward and backward.
 
-    A stock Trainer hands them to ``optimizer.step`` as a closure, which runs before the update and inside the range.
+    A stock Trainer hands them to ``optimizer.step`` as a closure, which runs before the update and inside the range. A
+    range inside another one (an optimizer whose ``step`` calls that of its base class) counts once.
     """
     marks = [event.end for event in host if event.name == AFTER_BACKWARD]
-    ranges = [e for e in host if e.annotation and e.name.startswith(OPTIMIZER_RANGE) and e.inside(steps)]
+    ranges: list[Event] = []
+    for event in host:
+        inner = bool(ranges) and event.start < ranges[-1].end
+        if event.annotation and event.name.startswith(OPTIMIZER_RANGE) and event.inside(steps) and not inner:
+            ranges.append(event)
     starts = [max((mark for mark in marks if e.start < mark < e.end), default=e.start) for e in ranges]
     return [replace(e, start=start) for e, start in zip(ranges, starts, strict=True)]
 

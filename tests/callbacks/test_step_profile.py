@@ -64,6 +64,12 @@ def test_forward_and_backward_inside_a_closure_are_not_the_optimizer_s() -> None
     assert marked.optimizer_operators == 1
 
 
+def test_a_step_inside_a_step_counts_once() -> None:
+    inner = Event("Optimizer.step#FusedAdamW.step", 106 * MS + 1, 107 * MS, annotation=True)
+    seen = digest(sorted([*made_up(gpu=False), inner], key=lambda event: event.start))
+    assert (seen.optimizer_steps, seen.optimizer_ms, seen.optimizer_operators) == (2, 2, 1)
+
+
 def test_a_recording_without_steps_is_refused() -> None:
     with pytest.raises(ValueError, match="no training step"):
         digest([Event("aten::mul", 0, 1)])
@@ -92,6 +98,8 @@ class Pause(torch.autograd.Function):
 
 
 class Slow(torch.optim.SGD):
+    """Its step calls that of its base class, which torch puts into a range of its own once it has been used alone."""
+
     def __init__(self, params: Any, seconds: float) -> None:
         super().__init__(params, lr=0.1)
         self.seconds = seconds
@@ -108,6 +116,12 @@ def profiled(folder: Path, module: Any, count: int = 12, fuse: Any = None, **set
     return callback
 
 
+@pytest.fixture
+def _base_class_was_used() -> None:
+    torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+
+
+@pytest.mark.usefixtures("_base_class_was_used")
 @pytest.mark.parametrize("fuse", [None, Fuse(optimizer=None)])
 def test_known_times_are_found_in_their_places(tmp_path: Path, fuse: Any) -> None:
     figures = profiled(tmp_path, Sleepy(step=0.05), fuse=fuse).result
