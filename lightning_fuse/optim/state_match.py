@@ -65,11 +65,15 @@ def match(optimizer: FusedOptimizer, state_dict: Mapping[str, Any], options: Loa
     if _twice(indices):
         raise ValueError("checkpoint lists a parameter twice in its groups: it is damaged; load another one")
     # torch keeps what belongs to no parameter under keys that are no numbers.
-    lost = [str(index) for index in state if isinstance(index, int) and index not in set(indices)]
+    listed = set(indices)
+    lost = [repr(index) for index in state if index not in listed and str(index).isdigit()]
     if lost:
         raise ValueError(
             f"checkpoint holds state {shorten(lost)}, which no group lists: it is damaged; load another one"
         )
+    torn = [repr(index) for index in indices if not isinstance(state.get(index, {}), Mapping)]
+    if torn:
+        raise ValueError(f"checkpoint holds no mapping as state {shorten(torn)}: it is damaged; load another one")
     members = optimizer._members()
     by_name = all("param_names" in group for group in [*saved_groups, *optimizer.param_groups])
     order: list[int | None]

@@ -66,6 +66,8 @@ def plan(optimizer: FusedOptimizer, item: Incoming, about: Mapping[str, Any] | N
         _check_parts(item, saved, finite)
     else:
         _check_values(item, rule, finite)
+    if about is None and saved.state == "of torch" and rule.name.split("_")[0] not in ("adamw", "adam", "sgd"):
+        planned.notes.append(f"moments of another rule go on under {rule.name}")
     step = _step_of(item)
     planned.tensors = lambda: converted(planned, saved, here, step)
     return planned
@@ -95,8 +97,8 @@ def _check_same(item: Incoming, saved: Keeping, here: Keeping, options: LoadOpti
         if was != asked:
             raise ValueError(
                 f"checkpoint holds {word} {was!r} for {item.name}, this run asks for {asked!r}: resume with "
-                f'{word}={was}, let it be converted with LoadOptions(formats="convert"), or convert first with '
-                "scripts/convert_checkpoint.py"
+                f'{word}={was}, let it be converted with LoadOptions(formats="convert") (train.py: '
+                "restore.formats=convert), or convert first with scripts/convert_checkpoint.py"
             )
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from lightning_fuse import FusedAdam, FusedAdamW, FusedSGD, LoadOptions
+from lightning_fuse import FusedAdam, FusedAdamW, FusedLion, FusedSGD, LoadOptions
 from lightning_fuse.formats import STATE_FORMATS
 from lightning_fuse.optim import FusedOptimizer, to_torch_state
 from tests.optim.models import bits, give_gradients, parameters, same_bits, train
@@ -55,6 +55,11 @@ def test_indices_need_not_count_from_zero() -> None:
 
 DAMAGED = {
     "state of nobody": (lambda s: s["state"].update({9: s["state"][0]}), "state 9, which no group lists"),
+    "indices as text": (
+        lambda s: s.update(state={str(index): held for index, held in s["state"].items()}),
+        "state '0', '1', '2', '3', which no group lists",
+    ),
+    "nothing in place of a state": (lambda s: s["state"].update({1: None}), "no mapping as state 1"),
     "a name twice": (lambda s: s["param_groups"][0].update(param_names=["wide"] * 4), "two parameters by one name"),
     "an index twice": (lambda s: s["param_groups"][0].update(params=[0, 0, 2, 3]), "lists a parameter twice"),
     "rules for fewer": (lambda s: s["lightning_fuse"]["rules"].pop(), "lists 3 rules for 4 parameters"),
@@ -90,6 +95,15 @@ def test_relatives_with_like_moments_are_refused(theirs: Any, ours: Any) -> None
     train(torchs, there, range(2))
     optimizer, params = stepped(ours)
     refuse(optimizer, params, torchs.state_dict(), ValueError, "another optimizer")
+
+
+def test_moments_that_go_along_to_another_rule_are_told() -> None:
+    there, params = parameters(), parameters()
+    torchs = torch.optim.AdamW(list(there.values()))
+    train(torchs, there, range(2))
+    optimizer = FusedLion(params.values())
+    optimizer.load_state_dict(torchs.state_dict())
+    assert optimizer.last_load.converted[0] == "0.0: moments of another rule go on under lion"
 
 
 def test_moments_without_a_step_are_refused() -> None:
