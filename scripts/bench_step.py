@@ -37,11 +37,13 @@ from torch.nn import Parameter
 
 from lightning_fuse.kernels import sum_of_squares
 from lightning_fuse.kernels.cpu.native import describe
-from lightning_fuse.optim import FusedAdamW, FusedLion, FusedSGD
+from lightning_fuse.optim import FusedAdamW, FusedLAMB, FusedLARS, FusedLion, FusedSGD
 
 OUTPUT = Path(__file__).resolve().parents[1] / "benchmarks" / "step_cpu.csv"
 SHAPES = {"few large": [(820, 1024)] * 40, "many small": [(172, 128)] * 768}
 OVERHEAD = "overhead"  # the task of contract_overhead.py
+TINY = {"a thousand tiny": [(2, 4)] * 1000}  # what is left is the work of the host
+SHAPES_OF = {"host cost": TINY}  # other shapes than those that are asked for
 WARMUP = 3
 LR = 1e-3
 CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
@@ -96,6 +98,7 @@ def tasks() -> dict[str, list[Contestant]]:
             Contestant("torch: unscale, check, clip, fused", torch_contract, bytes_moved=28 + 8 + 12),
             Contestant("ours fp32", lambda ps: our_contract(ps, "fp32"), bytes_moved=32),
             Contestant("ours int8", lambda ps: our_contract(ps, "int8"), bytes_moved=20.125),
+            Contestant("torch: the same with foreach", lambda ps: torch_contract(ps, fused=False)),
         ],
         "bf16 parameters": [
             Contestant("torch fused bf16", lambda ps: torch.optim.AdamW(ps, LR, fused=True).step, bf16, 14),
@@ -111,13 +114,25 @@ def tasks() -> dict[str, list[Contestant]]:
             Contestant("ours SGD int8", lambda ps: FusedSGD(ps, LR, 0.9, state="int8").step, bytes_moved=14.06),
             Contestant("ours Lion fp32", lambda ps: FusedLion(ps, LR).step, bytes_moved=20),
         ],
+        "layer-wise": [
+            Contestant("ours SGD fp32", lambda ps: FusedSGD(ps, LR, 0.9).step, bytes_moved=20),
+            Contestant("ours LARS fp32", lambda ps: FusedLARS(ps, LR).step, bytes_moved=28),
+            Contestant("ours LAMB fp32", lambda ps: FusedLAMB(ps, LR).step, bytes_moved=44),
+            Contestant("ours LAMB int8", lambda ps: FusedLAMB(ps, LR, state="int8").step, bytes_moved=26.19),
+        ],
+        "host cost": [
+            Contestant("torch fused fp32", lambda ps: torch.optim.AdamW(ps, LR, fused=True).step),
+            Contestant("torch foreach fp32", lambda ps: torch.optim.AdamW(ps, LR, foreach=True).step),
+            Contestant("ours fp32", lambda ps: FusedAdamW(ps, LR).step),
+            Contestant("ours int8", lambda ps: FusedAdamW(ps, LR, state="int8").step),
+        ],
     }
     return found
 
 
-def torch_contract(params: Params) -> Callable[[], None]:
+def torch_contract(params: Params, fused: bool = True) -> Callable[[], None]:
     """Unscale, check, clip by norm, step, as torch's GradScaler and clip_grad_norm_ do it."""
-    optimizer = torch.optim.AdamW(params, LR, fused=True)
+    optimizer = torch.optim.AdamW(params, LR, fused=fused, foreach=not fused)
     found_inf, inverse = torch.zeros(1), torch.ones(1)
 
     def step() -> None:
@@ -172,7 +187,7 @@ def measure(
     task: str, shape: str, contestants: Sequence[Contestant], rounds: int, clock: Callable[[], float]
 ) -> list[Measured]:
     """Times all contestants of one task in turns."""
-    shapes = SHAPES[shape]
+    shapes = {**SHAPES, **TINY}[shape]
     elements = sum(rows * columns for rows, columns in shapes)
     steps = [contestant.make(parameters(shapes, contestant.dtype)) for contestant in contestants]
     source, target = torch.ones(elements), torch.ones(elements)
@@ -285,7 +300,7 @@ def main() -> None:
         row
         for task in arguments.tasks
         if task != OVERHEAD
-        for shape in arguments.shapes
+        for shape in SHAPES_OF.get(task, arguments.shapes)
         for row in measure(task, shape, known[task], arguments.rounds, CLOCKS[arguments.clock])
     ]
     if rows:

@@ -1,0 +1,137 @@
+"""The native kernel's tables: built again when something changed, never used when stale, kept when nothing did."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from lightning_fuse import FusedAdamW, FusedLARS
+from lightning_fuse.kernels import KERNELS
+from lightning_fuse.kernels.cpu import native, plan
+from lightning_fuse.kernels.cpu.tables import MEASURE, STEP, TASK_COLUMNS, WAVE, WAVE_COLUMNS, cut, tasks_of
+from lightning_fuse.optim import FusedOptimizer
+
+pytestmark = pytest.mark.skipif(bool(KERNELS["native"].missing()), reason=KERNELS["native"].missing())
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[plan.Plan]:
+    """Every plan that is built while the test runs."""
+    found: list[plan.Plan] = []
+
+    class Watched(plan.Plan):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            found.append(self)
+
+    monkeypatch.setattr(native, "Plan", Watched)
+    return found
+
+
+def pair(make: type[FusedOptimizer] = FusedAdamW, **settings: Any) -> list[tuple[list[Parameter], FusedOptimizer]]:
+    """The same parameters under the native kernel and under the reference."""
+    found = []
+    for kernel in ("native", "reference"):
+        params = [Parameter(torch.arange(260.0).view(2, 130) / 100 + n) for n in range(3)]
+        found.append((params, make(params, lr=0.01, kernel=kernel, **settings)))
+    return found
+
+
+def step(both: list[tuple[list[Parameter], FusedOptimizer]], seed: int, missing: int | None = None) -> None:
+    for params, optimizer in both:
+        generator = torch.Generator().manual_seed(seed)
+        for n, p in enumerate(params):
+            p.grad = None if n == missing else torch.randn(p.shape, generator=generator)
+        optimizer.step()
+    (mine, a), (its, b) = both
+    for p, q in zip(mine, its, strict=True):
+        assert torch.equal(p, q)
+        assert all(torch.equal(t, b.state[q][key]) for key, t in a.state[p].items())
+
+
+@pytest.mark.parametrize("make", [FusedAdamW, FusedLARS])
+@pytest.mark.parametrize("state", ["fp32", "int8"])
+def test_nothing_stale_is_ever_used(built: list[plan.Plan], make: type[FusedOptimizer], state: str) -> None:
+    """Memory that is freed and given to another tensor has the same address; the bits tell."""
+    both = pair(make, state=state)
+    for n in range(3):
+        step(both, n)
+    assert len(built) == 1  # new gradients at every step, one plan
+    held = [p.data_ptr() for p in both[0][0]]
+    for n, (params, _) in enumerate(both):
+        # Swapped memory: every address is one that the plan knows, but of another parameter.
+        params[0].data, params[1].data = params[1].data, params[0].data
+        assert n or [p.data_ptr() for p in params] == [held[1], held[0], held[2]]
+    step(both, 10)
+    assert len(built) == 2
+    for params, _ in both:
+        for p in params:
+            p.data = p.data.clone()  # the old memory is free, and the next clone may lie there
+    step(both, 11)
+    assert len(built) == 3
+    step(both, 12)
+    step(both, 13)
+    assert len(built) == 3
+
+
+def test_what_changes_the_work_changes_the_plan(built: list[plan.Plan]) -> None:
+    both = pair(state="int8")
+    step(both, 0)
+    step(both, 1, missing=1)
+    assert len(built) == 2
+    step(both, 2, missing=1)
+    assert len(built) == 2
+    for params, _ in both:
+        params[0].requires_grad_(False)
+    step(both, 3, missing=0)
+    for params, _ in both:
+        params[0].requires_grad_(True)
+    count = len(built)
+    step(both, 4)
+    assert len(built) == count + 1
+    for params, optimizer in both:
+        params.append(Parameter(torch.ones(7, 3)))
+        optimizer.add_param_group({"params": [params[-1]], "lr": 0.5})
+    step(both, 5)
+    count = len(built)
+    for _, optimizer in both:
+        optimizer.param_groups[1]["lr"] = 0.25  # a number is no reason for a new plan
+    step(both, 6)
+    assert len(built) == count
+    for _, optimizer in both:
+        optimizer.load_state_dict(optimizer.state_dict())
+    step(both, 7)
+    for params, optimizer in both:
+        held = optimizer.state[params[0]]
+        held["exp_avg.codes"] = held["exp_avg.codes"].clone()
+    count = len(built)
+    step(both, 8)
+    assert len(built) == count + 1
+
+
+def test_every_piece_is_measured_once_before_it_is_stepped_once() -> None:
+    sizes = [(numel, row) for numel, row in ((5, 5), (300_000, 1000), (0, 1), (90_001, 90_001), (700_000, 7), (12, 3))]
+    pieces = cut(sizes * 3)
+    for measured in (False, True):
+        tasks, waves, _ = tasks_of(pieces, measured)
+        rows = [tuple(tasks[at : at + TASK_COLUMNS]) for at in range(0, len(tasks), TASK_COLUMNS)]
+        groups = [tuple(waves[at : at + WAVE_COLUMNS]) for at in range(0, len(waves), WAVE_COLUMNS)]
+        stepped = [k for phase, begin, end, _ in rows if phase == STEP for k in range(begin, end)]
+        assert sorted(stepped) == list(range(len(pieces) // 3))
+        if not measured:
+            assert groups == []
+            assert {wave for *_, wave in rows} == {-1}
+            continue
+        assert [k for phase, begin, end, _ in rows if phase == MEASURE for k in range(begin, end)] == stepped
+        assert len(groups) > 2
+        for number, (begin, end, count, *_) in enumerate(groups):
+            places = {phase: [n for n, row in enumerate(rows) if row[::3] == (phase, number)] for phase in (0, 1)}
+            assert len(places[MEASURE]) == count
+            assert max(places[MEASURE]) < min(places[STEP])
+            assert all(begin <= rows[n][1] < rows[n][2] <= end for n in places[MEASURE] + places[STEP])
+            assert pieces[3 * begin + 1] == 0  # a tensor is in one wave
+            elements = sum(pieces[3 * k + 2] - pieces[3 * k + 1] for k in range(begin, end))
+            assert elements < WAVE + 700_000
