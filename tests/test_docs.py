@@ -90,9 +90,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     torch.set_default_dtype(torch.float32)
 
 
-def write_files(page: str, where: Path) -> None:
-    """The files that a page shows, by the path in their first line."""
-    for block in blocks(text_of(page), "python", "yaml"):
+def write_files(pages: list[str], where: Path) -> None:
+    """The files that pages show, by the path in their first line."""
+    for block in [block for page in pages for block in blocks(text_of(page), "python", "yaml")]:
         if block.label is not None:
             path = where / block.label
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ def test_there_are_examples_and_commands() -> None:
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(text_of(page), "python")])
 @pytest.mark.filterwarnings("ignore")
 def test_the_examples_of_a_page_run_as_they_are(page: str, folder: Path) -> None:
-    write_files(page, folder)
+    write_files([page], folder)
     for number, block in enumerate(blocks(text_of(page), "python")):
         if block.label is None:
             example = folder / f"example_{number}.py"
@@ -140,7 +140,7 @@ def test_every_reason_is_needed() -> None:
 
 @pytest.mark.parametrize("command", TRAIN, ids=names(TRAIN))
 def test_a_command_of_train_py_composes(command: Command, folder: Path) -> None:
-    write_files("docs/extending.md", folder)
+    write_files(PAGES, folder)
     words, many = _without_options(command)
     for run in _runs(words) if many else [words]:
         try:
@@ -206,7 +206,7 @@ RUN_HERE = [c for c in TRAIN if not any(word.startswith(tuple(NOT_RUN)) for word
 def test_a_command_of_train_py_runs(
     command: Command, folder: Path, workshop: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_files("docs/extending.md", folder)
+    write_files(PAGES, folder)
     words = _filled(command.words[2:], workshop)
     multirun = [word for word in words if word.startswith("multirun=")]
     before = _steps(workshop)
