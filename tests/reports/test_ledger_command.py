@@ -36,17 +36,18 @@ RECIPES = sorted(path.stem for path in (ROOT / "conf" / "recipe").glob("*.yaml")
 # Every recipe's model, in every format and master.
 
 
-def choices(recipe: str) -> Iterator[tuple[str, ...]]:
+def choices() -> Iterator[tuple[str, str, str]]:
     for state in STATE_FORMATS:
         for master in MASTERS:
-            yield f"recipe={recipe}", f"state={state}", f"master={master}", "precision=bf16-true"
-        yield f"recipe={recipe}", f"state={state}", "master=none", "precision=32-true"
+            yield state, master, "bf16-true"
+        yield state, "none", "32-true"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_state_of_every_recipe_is_predicted_to_the_byte(recipe: str) -> None:
-    for words in choices(recipe):
-        cfg = composed(*words)
+    cfg = composed(f"recipe={recipe}")
+    for words in choices():
+        cfg.state.format, cfg.master, cfg.precision = words
         assert obstacle(choice_of(cfg)) is None
         model = instantiate(cfg.model)
         module = instantiate(cfg.recipe.module, _partial_=True)(
