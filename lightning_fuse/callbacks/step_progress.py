@@ -6,6 +6,7 @@ is no terminal (a log file), a line per validation is printed instead.
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 import lightning as L
@@ -94,6 +95,6 @@ class StepProgress(ProgressBar):
 
 
 def _short(value: Any) -> str:
-    if not isinstance(value, float):
-        return str(value)
+    if not isinstance(value, float) or not math.isfinite(value):
+        return str(value)  # a run that diverged goes on saying so
     return f"{value:,.0f}" if value == int(value) or abs(value) >= 1000 else f"{value:.4g}"

@@ -13,8 +13,9 @@ from lightning_fuse.callbacks.step_progress import StepProgress
 
 
 class Module(L.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, loss: float) -> None:
         super().__init__()
+        self.loss = loss
         self.weight = torch.nn.Parameter(torch.ones(4))
 
     def training_step(self, batch, batch_idx):
@@ -23,19 +24,19 @@ class Module(L.LightningModule):
         return loss
 
     def validation_step(self, batch, batch_idx):
-        self.log("val/loss", 1.25, prog_bar=True)
+        self.log("val/loss", self.loss, prog_bar=True)
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(progress: StepProgress) -> None:
+def fit(progress: StepProgress, loss: float = 1.25) -> None:
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(24, 4)), batch_size=2)
     trainer = L.Trainer(
         accelerator="cpu", logger=False, enable_model_summary=False, enable_checkpointing=False, callbacks=[progress],
         max_steps=10, max_epochs=-1, val_check_interval=5, check_val_every_n_epoch=None, log_every_n_steps=1,
     )  # fmt: skip
-    trainer.fit(Module(), data, data)
+    trainer.fit(Module(loss), data, data)
 
 
 def test_a_log_file_gets_a_line_per_validation(capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,3 +60,10 @@ def test_a_rank_that_is_not_the_first_shows_nothing(capsys: pytest.CaptureFixtur
     progress.disable()
     fit(progress)
     assert capsys.readouterr().out == ""
+
+
+def test_a_run_that_diverged_is_shown_to_its_end(capsys: pytest.CaptureFixture[str]) -> None:
+    fit(StepProgress(), loss=float("nan"))
+    assert ["val/loss nan" in line for line in capsys.readouterr().out.splitlines()] == [True, True]
+    fit(StepProgress(), loss=float("inf"))
+    assert ["val/loss inf" in line for line in capsys.readouterr().out.splitlines()] == [True, True]
