@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_fuse import Fuse, FusedAdamW, FusedSGD, LoadOptions
+from lightning_fuse.callbacks import ExactResume
 from lightning_fuse.formats import MASTERS
 from lightning_fuse.optim import to_torch_state
 from lightning_fuse.plugins.checkpoint_conversion import Wanted, convert_file
@@ -90,7 +91,7 @@ def test_a_stock_checkpoint_becomes_one_of_ours(tmp_path: Path) -> None:
 @pytest.mark.parametrize("state", ["fp32", "int8"])
 def test_ours_becomes_one_that_stock_lightning_resumes(state: str, tmp_path: Path) -> None:
     fuse = {"optimizer": "adamw_fused", "state": state}
-    fit(tmp_path, 4, Fuse(**fuse))
+    fit(tmp_path, 4, Fuse(**fuse), ExactResume())  # whose entries a stock Trainer must not stumble over
     out = tmp_path / "stock.ckpt"
     assert run_script(tmp_path / "4.ckpt", out, "--to", "lightning") == 0
     stock = fit(tmp_path, 8, resume=out)  # torch's own AdamW under Lightning's own plugin
