@@ -227,6 +227,8 @@ class FusePrecision(Precision):
             index=self._index(optimizer),
             where=f"batch {trainer.fit_loop.epoch_loop.batch_idx} of epoch {trainer.current_epoch}",
         )
+        # Skipped or not, its turn was taken: no reason for torch to warn of a scheduler that comes before it.
+        optimizer._opt_called = True  # type: ignore[attr-defined]
         if self._ranks is not None:
             self._ranks.stepped(optimizer)
         self._stepped.add(optimizer)

@@ -238,9 +238,11 @@ class StepContract:
         known = self.collect()
         pending, self._pending = self._pending, []
         if self.loss_scale is not None and self._overflow is not None:
-            before = self.loss_scale.tensor()
+            waiting = list(waiting)
+            before = self.loss_scale.tensor() if waiting else None
             self.loss_scale.move(self._overflow)
-            self._rescale(waiting, self.loss_scale.tensor() / before)
+            if before is not None:
+                self._rescale(waiting, self.loss_scale.tensor() / before)
         self._overflow = None
         if pending:
             self.window.close()
@@ -318,10 +320,11 @@ class StepContract:
             coef = now if coef is None else coef * now
         skip_on, skipped = (None if self.policy.on_nonfinite == "step" else found_inf), False
         if not self._may_defer(found_inf.device, optimizer):
-            if bool(found_inf):
+            bad = bool(found_inf)
+            if bad:
                 self._refuse(optimizer, index, where)
             # Known now: hooks around the optimizer's step run for applied updates only.
-            skipped, skip_on = skip_on is not None and bool(found_inf), None
+            skipped, skip_on = skip_on is not None and bad, None
         self._overflow = found_inf if self._overflow is None else torch.maximum(self._overflow, found_inf)
         if not skipped:
             self._apply(optimizer, grads, None if factor is neutral else factor, skip_on)

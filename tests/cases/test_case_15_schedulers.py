@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 
 from lightning_fuse import Fuse
 from lightning_fuse.plugins import contract_of
-from tests.cases import BAD, NONE, Four, adamw, batches, half, one_bad, quiet_trainer, train
+from tests.cases import BAD, NONE, Four, adamw, batches, half, one_bad, quiet_trainer, sgd, train
 from tests.cases import Outcomes as Watch
 
 FUSES = {"ours": {}, "kept": {"optimizer": None}}
@@ -74,6 +74,13 @@ def test_case_15_no_gradient_and_veto_do_not_advance_either(precision, settings)
     module = Vetoes(lambda ps: adamw(ps, lr=0.12), lambda optimizer: LambdaLR(optimizer, lambda n: 1 / (1 + n)))
     train(module, batches(1, NONE, 1, 1), Fuse(**settings), precision=precision)
     assert module.lrs == pytest.approx([0.06, 0.06, 0.06, 0.04])
+
+
+@pytest.mark.filterwarnings("error:Detected call of")
+def test_case_15_no_order_warning_where_an_epoch_scheduler_follows_skipped_steps(settings):
+    module = Four(sgd, lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5), interval="epoch")
+    train(module, one_bad(1, 0), Fuse(**settings), max_epochs=2)
+    assert module.lrs == [0.5, 0.25]  # epochs are counted, whatever became of their steps
 
 
 def test_case_15_one_cycle_never_overruns(precision, settings):

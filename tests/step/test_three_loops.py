@@ -107,6 +107,9 @@ def test_the_same_bits(state: str) -> None:
     assert torch.equal(weights[1], weights[2])
     for _, contract in runs:
         assert (contract.global_step, contract.updates, contract.skips["nonfinite"]) == (STEPS, STEPS - len(BAD), 3)
+        assert contract.last is not None
+        assert contract.last.clip_coef < 1.0
+        assert contract.last == runs[0][1].last
         assert contract.loss_scale is not None
         assert contract.loss_scale.value == SCALE / 2 ** len(BAD)
     untrained = torch.cat([p.detach().flatten() for p in Net(state).parameters()])
