@@ -97,6 +97,10 @@ CODEC_BOUNDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "int8_unsigned": int8_unsigned_bound,
 }
 
+# An int8 value read by two versions of one formula, as a share of itself: at most 15 roundings in the one (root,
+# quotient and product, squared, for first moment and unit, and their product) and 6 in the other, each U.
+INT8_READ_ANEW = 24 * U
+
 # Codec name -> bits per element of a long row: codes, and 32 bits of scale per 128 of them.
 CODEC_BITS = {"fp32": 32, "bf16_signed": 16, "bf16_unsigned": 16, "int8_signed": 8.25, "int8_unsigned": 8.25}
 

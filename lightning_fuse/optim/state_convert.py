@@ -1,8 +1,8 @@
 """Converting one parameter's state: any format and master weight to any other.
 
 A conversion decodes to float32 and encodes with the target's own codecs, as a step would, with the dither of the
-parameter's step: a pure function of the checkpoint. What is kept alike on both sides
-keeps its bits. What is lost is measured and told.
+parameter's step: a pure function of the checkpoint. What is kept alike on both sides keeps its bits. What is lost is
+measured and told.
 """
 
 from __future__ import annotations

@@ -71,14 +71,17 @@ def test_every_moment_survives_within_the_targets_own_bound(rule: str, saved: st
         before, after = decoded(source, rule, name, params[name]), decoded(target, rule, name, p)
         for moment in RULES[rule].moments:
             codec, value = fmt.codec(moment), before[moment.name]
-            distance = (after[moment.name].double() - value.double()).abs()
             if codec.scaled and moment.unit:
+                # Kept is the quotient by the root as it was, read back is that times the root as it is stored.
                 root = fmt.unsigned.root(
                     tuple(target.state[p][moment.unit + part.suffix] for part in fmt.unsigned.parts(tuple(p.shape)))
-                )
-                ratio = torch.where(root > 0, value / root, 0.0)
-                bound = int8_signed_bound(ratio, largest_of_block(ratio)) * root.double() * (1 + 8 * U)
+                ).double()
+                of_unit = before[moment.unit].double().sqrt()
+                ratio = torch.where(of_unit > 0, value / of_unit, 0.0)
+                distance = (after[moment.name].double() - ratio * root).abs()
+                bound = (int8_signed_bound(ratio, largest_of_block(ratio.float())) + 8 * U * ratio.abs()) * root
             else:
+                distance = (after[moment.name].double() - value.double()).abs()
                 bound = CODEC_BOUNDS[codec.name](value, largest_of_block(value))
             assert (distance <= bound).all(), (name, moment.name)
             assert after[moment.name].any()

@@ -1,7 +1,8 @@
 """Files of state that earlier versions wrote are read by every later one: tests/assets, made by real code of the time.
 
 What each file holds was decoded by the package that wrote it and lies beside the state. float32 state can hold every
-decoded value, so reading as fp32 must give exactly those.
+decoded value, so reading as fp32 must give those: exactly, or for int8, whose formula has been put in another order
+since, up to its roundings.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import torch
 from torch.nn import Parameter
 
 from lightning_fuse import FusedAdamW, FusedSGD, LoadOptions
-from lightning_fuse.formats import MASTERS
+from lightning_fuse.formats import MASTERS, STATE_FORMATS
 from lightning_fuse.optim.state_io import FORMAT_VERSION
 from lightning_fuse.rules import RULES
 from tests.optim.models import same_bits
+from tests.tolerances import INT8_READ_ANEW
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 VERSIONS = range(1, FORMAT_VERSION + 1)
@@ -55,7 +57,11 @@ def test_what_was_saved_is_read(version: int, kind: str) -> None:
         *values, weight = held["decoded"][name]
         for moment, value in zip(moments, values, strict=True):
             assert value.any()
-            assert torch.equal(optimizer.state[p][moment.name], value), (name, moment.name)
+            read = optimizer.state[p][moment.name]
+            if STATE_FORMATS[about["formats"][list(params).index(name)]].codec(moment).scaled:
+                assert ((read - value).abs() <= INT8_READ_ANEW * value.abs()).all(), (name, moment.name)
+            else:
+                assert torch.equal(read, value), (name, moment.name)
         parts = tuple(optimizer.state[p][part.suffix] for part in MASTERS[master].parts(tuple(p.shape)))
         assert torch.equal(MASTERS[master].join(p.detach(), parts), weight)
         assert optimizer.state[p]["step"].item() == 5
@@ -79,7 +85,8 @@ def test_version_1_differs_from_version_2() -> None:
     held = saved(1, "int8")
     held["optimizer"]["lightning_fuse"]["format_version"] = 2
     optimizer, params = loaded(held, state="fp32")
-    assert not torch.equal(optimizer.state[params["wide"]]["exp_avg"], held["decoded"]["wide"][0])
+    read, value = optimizer.state[params["wide"]]["exp_avg"], held["decoded"]["wide"][0]
+    assert ((read - value).abs() > 0.1 * value.abs()).any()
 
 
 def test_files_are_small() -> None:
