@@ -238,6 +238,11 @@ inline void close_unsigned(const Moment& moment, const Span& span, const float* 
     });
 }
 
+// The dither word of the first element of a bfloat16 moment.
+inline uint32_t bf16_word(const Moment& moment, const Span& span) {
+    return first_word(span.index, span.step, moment.codec == Codec::kBFloat16Signed ? kPhaseSigned : kPhaseUnsigned);
+}
+
 // float32 values of one moment: in place, or in `buffer`.
 inline float* open_moment(const Moment& moment, const Span& span, float* buffer) {
     switch (moment.codec) {
@@ -267,8 +272,7 @@ inline void close_moment(const Moment& moment, const Span& span, const float* va
         case Codec::kBFloat16Signed:
         case Codec::kBFloat16Unsigned: {
             uint16_t* kept = static_cast<uint16_t*>(moment.data) + span.begin;
-            const uint32_t phase = moment.codec == Codec::kBFloat16Signed ? kPhaseSigned : kPhaseUnsigned;
-            const uint32_t word = first_word(span.index, span.step, phase);
+            const uint32_t word = bf16_word(moment, span);
             for (int i = 0; i < span.count; ++i) {
                 kept[i] = bf16_dithered(values[i], word + static_cast<uint32_t>(i) * kIndexStride);
             }

@@ -10,6 +10,7 @@
 #include "adam_int8.h"
 #include "codecs.h"
 #include "layout.h"
+#include "moments_bf16.h"
 #include "rules.h"
 #include "squares.h"
 #include "tables.h"
@@ -59,6 +60,8 @@ struct Variant {
     int moments;
     bool has_unit;  // whether the root of the second moment is the unit of the first
     void (*update)(const Scalars&, int, float*, const float*, float* const*);
+    // For bfloat16 moments, or null.
+    void (*update_bf16)(const Scalars&, const Span&, float*, const float*, const Moment*);
     // For a signed and an unsigned int8 moment at once, or null.
     void (*update_int8)(const Scalars&, const Span&, float*, const float*, const Moment*, float*, float*);
     // Of layer-wise rules, or null.
@@ -68,17 +71,17 @@ struct Variant {
 
 // In the order of the enumeration `Rule`.
 constexpr Variant kVariants[] = {
-    {AdamW::kMoments, AdamW::kHasUnit, update<AdamW>, update_int8<AdamW>},
-    {AdamWAmsgrad::kMoments, AdamWAmsgrad::kHasUnit, update<AdamWAmsgrad>, nullptr},
-    {Adam::kMoments, Adam::kHasUnit, update<Adam>, update_int8<Adam>},
-    {AdamAmsgrad::kMoments, AdamAmsgrad::kHasUnit, update<AdamAmsgrad>, nullptr},
-    {SGD::kMoments, SGD::kHasUnit, update<SGD>, nullptr},
-    {SGDMomentum::kMoments, SGDMomentum::kHasUnit, update<SGDMomentum>, nullptr},
-    {SGDNesterov::kMoments, SGDNesterov::kHasUnit, update<SGDNesterov>, nullptr},
-    {Lion::kMoments, Lion::kHasUnit, update<Lion>, nullptr},
-    {LARS::kMoments, LARS::kHasUnit, update<LARS>, nullptr, others<LARS>, LARS::ratio},
-    {LARSNesterov::kMoments, LARSNesterov::kHasUnit, update<LARSNesterov>, nullptr, others<LARS>, LARS::ratio},
-    {LAMB::kMoments, LAMB::kHasUnit, update<LAMB>, update_int8<LAMB>, others<LAMB>, LAMB::ratio},
+    {AdamW::kMoments, AdamW::kHasUnit, update<AdamW>, update_bf16<AdamW>, update_int8<AdamW>},
+    {AdamWAmsgrad::kMoments, AdamWAmsgrad::kHasUnit, update<AdamWAmsgrad>, update_bf16<AdamWAmsgrad>, nullptr},
+    {Adam::kMoments, Adam::kHasUnit, update<Adam>, update_bf16<Adam>, update_int8<Adam>},
+    {AdamAmsgrad::kMoments, AdamAmsgrad::kHasUnit, update<AdamAmsgrad>, update_bf16<AdamAmsgrad>, nullptr},
+    {SGD::kMoments, SGD::kHasUnit, update<SGD>, nullptr, nullptr},
+    {SGDMomentum::kMoments, SGDMomentum::kHasUnit, update<SGDMomentum>, update_bf16<SGDMomentum>, nullptr},
+    {SGDNesterov::kMoments, SGDNesterov::kHasUnit, update<SGDNesterov>, update_bf16<SGDNesterov>, nullptr},
+    {Lion::kMoments, Lion::kHasUnit, update<Lion>, update_bf16<Lion>, nullptr},
+    {LARS::kMoments, LARS::kHasUnit, update<LARS>, update_bf16<LARS>, nullptr, others<LARS>, LARS::ratio},
+    {LARSNesterov::kMoments, LARSNesterov::kHasUnit, update<LARSNesterov>, update_bf16<LARSNesterov>, nullptr, others<LARS>, LARS::ratio},
+    {LAMB::kMoments, LAMB::kHasUnit, update<LAMB>, update_bf16<LAMB>, update_int8<LAMB>, others<LAMB>, LAMB::ratio},
 };
 
 // Elements [begin, begin + count), contiguous: where they are, or gathered into `buffer`.
@@ -112,10 +115,14 @@ void step_tile(const Slot& slot, const Gradient& grad, const Scalars& scalars, c
     void* param = contiguous(slot.param, slot.dtype, slot.layout, span.begin, span.count, raw_param);
     float* weight = open_weight(slot, span, param, weights);
     float* moments[kMaxMoments];
+    bool bf16 = variant.update_bf16;
+    for (int k = 0; k < variant.moments; ++k) bf16 = bf16 && is_bf16(slot.moments[k]);
     const bool int8 = variant.update_int8 && slot.moments[0].codec == Codec::kInt8Signed &&
                       slot.moments[1].codec == Codec::kInt8Unsigned;
     if (int8) {
         variant.update_int8(scalars, span, weight, g, slot.moments, values[0], values[1]);
+    } else if (bf16) {
+        variant.update_bf16(scalars, span, weight, g, slot.moments);
     } else {
         alignas(64) float roots[kTile];
         const bool relative = is_relative(variant, slot);

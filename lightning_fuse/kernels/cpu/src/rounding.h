@@ -54,13 +54,12 @@ inline uint16_t bf16_nearest(float x) {
     return static_cast<uint16_t>(is_nan(bits) ? (bits >> 16) | 0x40u : rounded);
 }
 
-// The magnitude is rounded; a finite one never becomes infinite.
+// The magnitude is rounded; a finite one never becomes infinite: above the last number there is nothing to round up to.
+// A NaN is quiet, as arithmetic leaves it, and stays one.
 inline uint16_t bf16_dithered(float x, uint32_t word) {
-    const uint32_t bits = bits_of(x), magnitude = bits & 0x7FFFFFFFu;
-    uint32_t rounded = (magnitude + (word >> 16)) >> 16;
-    rounded = rounded > 0x7F7Fu ? 0x7F7Fu : rounded;
-    const uint32_t special = (magnitude >> 16) | (is_nan(bits) ? 0x40u : 0u);
-    return static_cast<uint16_t>((is_finite(bits) ? rounded : special) | ((bits >> 16) & 0x8000u));
+    const uint32_t bits = bits_of(x);
+    const int32_t magnitude = static_cast<int32_t>(bits & 0x7FFFFFFFu);
+    return static_cast<uint16_t>((bits + (magnitude < 0x7F7F0000 ? word >> 16 : 0u)) >> 16);
 }
 
 // Exact, subnormals included: the product moves the exponent by 112 and normalises.
