@@ -229,6 +229,17 @@ def test_slurm_jobs_are_configured() -> None:
 
 
 @pytest.mark.slow
+def test_submitit_runs_a_job_of_a_multirun(run_python: Callable, tmp_path: Path) -> None:
+    """SLURM's launcher without SLURM: the same submission, handed to processes of this machine."""
+    small = ["model.width=8", "trainer=debug", "trainer.limit_val_batches=1", "logger=none", "callbacks.best=null"]
+    words = ["multirun=digits_lr", "hydra/launcher=submitit_local", "optimizer.lr=1e-2", "seed=1", *small]
+    done = run_python(str(ROOT / "train.py"), *words)
+    assert done.returncode == 0, done.stderr
+    (summary,) = tmp_path.glob("runs/*/*_digits_lr/0_lr0.01_seed1/summary.json")
+    assert json.loads(summary.read_text())["status"] == "finished"
+
+
+@pytest.mark.slow
 def test_joblib_runs_two_jobs_of_a_multirun(run_python: Callable, tmp_path: Path) -> None:
     small = ["model.width=8", "trainer=debug", "trainer.limit_val_batches=1", "logger=none", "callbacks.best=null"]
     words = ["multirun=digits_lr", "hydra/launcher=parallel", "optimizer.lr=1e-3,1e-2", "seed=0", *small]
