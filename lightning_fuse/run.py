@@ -31,7 +31,7 @@ from lightning_fuse.callbacks.run_columns import RunColumns
 from lightning_fuse.config import Refusal, check, columns, optimizer_factory, resolved
 from lightning_fuse.optim import FusedOptimizer
 from lightning_fuse.plugins import stock_precision
-from lightning_fuse.plugins.atomic_checkpoint import AtomicCheckpointIO
+from lightning_fuse.plugins.atomic_checkpoint import AtomicCheckpointIO, CheckpointWriteError
 from lightning_fuse.records import RunFolder, is_locked
 from lightning_fuse.resume import CONFIG_FOLDER, Start, check_checkpoint, find_start
 
@@ -162,7 +162,7 @@ def command(
     except SystemExit as stopped:  # Lightning's answer to Ctrl-C, and a SIGTERM
         _say_how_to_go_on(run)
         raise SystemExit(143 if isinstance(stopped, SIGTERMException) else 130) from None
-    except (ValueError, RuntimeError, NotImplementedError) as error:
+    except (ValueError, RuntimeError, NotImplementedError, CheckpointWriteError) as error:
         # A multirun finishes its other jobs and then fails with this error.
         if not _is_ours(error) or _in_multirun():
             raise

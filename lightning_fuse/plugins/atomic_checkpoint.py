@@ -207,11 +207,12 @@ def _write(checkpoint: Mapping[str, Any], part: Path) -> int:
 
 
 def _write_error(target: Path, error: OSError) -> CheckpointWriteError:
-    kept = f"the one before it is untouched: {target}" if target.exists() else "nothing was there before"
     try:
+        earlier = any(path.suffix == target.suffix for path in target.parent.iterdir())
         room = f"{shutil.disk_usage(target.parent).free / 2**20:,.0f} MiB free"
     except OSError:
-        room = "its folder cannot be read"
+        earlier, room = False, "its folder cannot be read"
+    kept = "the one before it is untouched" if earlier else "there is none before it"
     return CheckpointWriteError(
         f"the checkpoint {target} cannot be written ({error.strerror or error}; {room}); {kept}. "
         "Make room or the folder writable, then resume"

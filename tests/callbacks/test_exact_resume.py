@@ -1,4 +1,4 @@
-"""A resumed run equals the uninterrupted one, bit for bit, from every place in a run."""
+"""Case 29: a resumed run equals the uninterrupted one, bit for bit, from every place in a run."""
 
 from __future__ import annotations
 

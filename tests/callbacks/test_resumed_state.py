@@ -41,7 +41,7 @@ class Cast(Net):
 @pytest.mark.parametrize("place", [("batch", 3), ("epoch", 1)], ids=str)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("state", ["fp32", "bf16", "int8", "int8_bf16"])
-def test_every_state_in_every_precision(tmp_path: Path, state: str, precision: str, place: tuple[str, int]) -> None:
+def test_case_29_every_state_and_precision(tmp_path: Path, state: str, precision: str, place: tuple[str, int]) -> None:
     """Inside a window and at an epoch's end, with dropout; the run is stopped by max_steps."""
     plugins, more = PRECISIONS[precision]
     settings: dict[str, Any] = {} if plugins is None else {"plugins": plugins}
