@@ -79,11 +79,11 @@ def test_a_run_killed_twice_ends_as_one_that_was_not(state: str, tmp_path: Path)
     ],
 )
 def test_a_signal_says_how_to_go_on(number: signal.Signals, times: int, code: int, words: str, tmp_path: Path) -> None:
-    """One waits for the next closed window and its checkpoint; two, inside a window of 1000 batches, do not."""
+    """One waits for the next closed window and its checkpoint; two, inside a window of 200 batches, do not."""
     folder = tmp_path / "run"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / "train.py"), *LONGER, f"hydra.run.dir={folder}", "callbacks.last.every=1000"]
-    command += ["trainer.val_check_interval=1000", f"trainer.accumulate_grad_batches={1 if times == 1 else 1000}"]
+    command += ["trainer.val_check_interval=1000", f"trainer.accumulate_grad_batches={1 if times == 1 else 200}"]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while not (folder / ("steps.jsonl" if times == 1 else "summary.json")).exists():
         time.sleep(0.05)

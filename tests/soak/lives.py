@@ -6,6 +6,7 @@ random moments, and prints a report as JSON. A third of the kills are aimed at s
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -23,7 +24,7 @@ from tests.composing import ROOT
 
 WORDS = (
     *("model.layers=1", "model.heads=2", "model.width=16", "model.context=16", "model.dropout=0.1"),
-    *("data.batch_size=4", "recipe.max_steps=160", "recipe.val_every=20", "callbacks.last.every=2", "state=int8"),
+    *("data.batch_size=4", "recipe.max_steps=260", "recipe.val_every=20", "callbacks.last.every=2", "state=int8"),
     *(
         "recipe.module.sample_bytes=0",
         "+trainer.limit_val_batches=1",
@@ -32,7 +33,7 @@ WORDS = (
     ),
     *("trainer.enable_progress_bar=false", "trainer.accelerator=cpu", "recipe.target=4.5", "recipe.monitor=val/loss"),
 )
-STEPS_A_LIFE = 3  # at most
+STEPS_A_LIFE = 5  # at most
 PATIENCE = 60.0  # seconds for a life to show a step
 DOWNTIME = 0.05  # seconds between two lives, which no clock may count
 
@@ -72,27 +73,37 @@ def steps_of(folder: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
+def parts_of(folder: Path) -> set[tuple[str, int]]:
+    """Files that are, or were when somebody was killed, in the middle of being written."""
+    found = set()
+    for path in (folder / "checkpoints").glob("*.part"):
+        with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
+            found.add((path.name, path.stat().st_ino))
+    return found
+
+
 def kill_sometime(child: int, folder: Path, draw: random.Random) -> bool:
     """Kills a life at a random moment; says whether a checkpoint was being written then."""
-    begun, before = time.monotonic(), steps_of(folder)
-    kind = draw.choice(("start", "steps", "steps", "save", "save"))
-    wanted = draw.randint(1, STEPS_A_LIFE)
-    parts = folder / "checkpoints"
+    begun, before, left = time.monotonic(), steps_of(folder), parts_of(folder)
+    kind, wanted = draw.choice(("start", "steps", "steps", "save", "save")), draw.randint(1, STEPS_A_LIFE)
+    first: int | None = None  # rows when this life began to write; a resume drops some first
     if kind == "start":
         time.sleep(draw.uniform(0.0, 0.4))
     while kind != "start" and time.monotonic() - begun < PATIENCE:
         now = steps_of(folder)
-        if kind == "save" and now != before and parts.is_dir() and list(parts.glob("*.part")):
-            break
-        if kind == "steps" and (now - before >= wanted or now < before):
-            time.sleep(draw.uniform(0.0, 0.02))
-            break
+        first = now if first is None and now != before else first
+        if first is not None and now - first >= wanted:
+            if kind == "steps":
+                time.sleep(draw.uniform(0.0, 0.02))
+                break
+            if parts_of(folder) - left:
+                break
         if os.waitpid(child, os.WNOHANG) != (0, 0):
             raise RuntimeError(f"a life ended by itself after {time.monotonic() - begun:.1f} s; see the log")
         time.sleep(0.0005)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    return parts.is_dir() and bool(list(parts.glob("*.part")))
+    return bool(parts_of(folder) - left)
 
 
 def main(base: Path, kills: int, seed: int) -> None:

