@@ -30,13 +30,16 @@ def capture_epoch_metrics(trainer: pl.Trainer) -> dict[str, Any]:
         for key, held in results.items()
         if held.is_tensor and held.meta.on_epoch and not held.has_reset
     }
+    # At a validation's end its metrics are not reset yet; they are none of the epoch's.
+    validation: Mapping[str, Any] = trainer.fit_loop.epoch_loop.val_loop._results
+    others = {id(held.value) for held in validation.values() if not held.is_tensor}
     modules = {
         name: {
             "states": {key: _copied(getattr(module, key)) for key in module._defaults},
             "updates": module._update_count,
         }
         for name, module in trainer.lightning_module.named_modules()
-        if isinstance(module, Metric) and module._update_count
+        if isinstance(module, Metric) and module._update_count and id(module) not in others
     }
     return {"logged": logged, "modules": modules}
 

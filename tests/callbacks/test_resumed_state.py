@@ -118,6 +118,23 @@ def test_averages_over_an_epoch_cover_all_of_it(tmp_path: Path, call: int) -> No
     assert len(rest.epochs) == (2 if call < 5 else 1)
 
 
+class Validated(Net):
+    """Averages its validation with an object that is not reset yet when a checkpoint is saved at its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = torchmetrics.MeanMetric()
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.metric.update(self.net(batch).square().mean())
+        self.log("val/loss", self.metric)
+
+
+def test_a_validation_starts_anew_after_a_checkpoint_at_the_end_of_another(tmp_path: Path) -> None:
+    settings = {"val": True, "val_check_interval": 2, "max_epochs": 2}
+    resumed_equals_uninterrupted(tmp_path, ("validation", 1), make_module=Validated, **settings)
+
+
 class OpenManual(Net):
     """Manual optimization with a window of three batches, across epochs."""
 
