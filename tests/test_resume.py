@@ -31,6 +31,14 @@ LONGER = (
 RESULT = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "FusePrecision")
 
 
+@pytest.fixture
+def finished(tmp_path: Path) -> Path:
+    """The folder of a run of two steps."""
+    folder = tmp_path / "first"
+    train(composed(*SMALL, run_folder=folder), list(SMALL))
+    return folder
+
+
 def start(*words: str) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
