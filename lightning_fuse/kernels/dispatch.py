@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from functools import cache
+from operator import attrgetter
 
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from lightning_fuse.registry import Registry, unknown_name
 # Best first: ``auto`` takes the first that supports all parameters.
 KERNELS: Registry[StepKernel] = Registry("kernel", [NativeKernel(), ReferenceKernel()])
 AUTO = "auto"
+_DEVICE = attrgetter("device")
 
 
 def check_kernel_name(name: str) -> None:
@@ -67,11 +69,12 @@ def sum_of_squares(grads: Sequence[Tensor]) -> Tensor:
     Returns:
         float64, 0-dimensional, on the first gradient's device; see ``StepKernel.sum_of_squares``.
     """
-    devices = list(dict.fromkeys(grad.device for grad in grads))
+    devices = list(dict.fromkeys(map(_DEVICE, grads)))
     sums = []
     for device in devices:
         kernel = next(kernel for kernel in KERNELS.values() if kernel.reads(device))
-        sums.append(kernel.sum_of_squares([grad for grad in grads if grad.device == device]))
+        mine = grads if len(devices) == 1 else [grad for grad in grads if grad.device == device]
+        sums.append(kernel.sum_of_squares(mine))
     total = sums[0]
     for partial in sums[1:]:
         total = total + partial.to(devices[0])

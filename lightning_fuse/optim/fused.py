@@ -31,7 +31,8 @@ from lightning_fuse.optim.selection import Selection, StateSpec
 from lightning_fuse.optim.settings import check_gradient, check_parameter, plain_numbers
 from lightning_fuse.rules.rule import UpdateRule
 
-_LAYOUT_AND_DTYPE = attrgetter("layout", "dtype")
+_GRAD, _LAYOUT, _DTYPE = attrgetter("grad"), attrgetter("layout"), attrgetter("dtype")
+_STRIDED, _READABLE = frozenset({torch.strided}), frozenset(PARAM_DTYPES)
 _AS_WORK = partial(tuple.__new__, Work)  # from (slot, grad, numbers): Work(...) runs a Python function for each
 
 Params: TypeAlias = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
@@ -241,6 +242,7 @@ class FusedOptimizer(Optimizer):
 
     def _reset_caches(self) -> None:
         self._lines: list[Line] = []
+        self._entries: dict[Tensor, dict[str, Tensor]] = {}  # of state, as they were when the lines were made
         self._kernel: StepKernel | None = None
 
     def _members(self) -> list[tuple[dict[str, Any], str, Tensor]]:
@@ -296,22 +298,30 @@ class FusedOptimizer(Optimizer):
         """A group's hyperparameters and gradients, checked; None where a parameter has no gradient."""
         numbers = plain_numbers(group)
         self._check_group(numbers)
-        grads = [p.grad for p in group["params"]]
-        kinds = set(map(_LAYOUT_AND_DTYPE, [grad for grad in grads if grad is not None]))
-        if any(layout != torch.strided or dtype not in PARAM_DTYPES for layout, dtype in kinds):
+        grads = list(map(_GRAD, group["params"]))
+        found = [grad for grad in grads if grad is not None]
+        if not (_STRIDED.issuperset(map(_LAYOUT, found)) and _READABLE.issuperset(map(_DTYPE, found))):
             for name, p in zip(parameter_names(group, index), group["params"], strict=True):
                 check_gradient(name, p)
         return numbers, grads
 
     def _lined_up(self, numbers: Sequence[Mapping[str, Any]]) -> list[Line]:
         """The slots of every group; made anew where parameters, state or rules are not those they were made of."""
-        known = len(self._lines) == len(self.param_groups)
+        entries = self._entries
+        # Lightning and others replace state[p], or a tensor in it, by a moved copy: identities tell.
+        known = (
+            len(self._lines) == len(self.param_groups)
+            and len(self.state) == len(entries)
+            and all(map(is_, self.state, entries))
+            and all(map(is_, self.state.values(), entries.values()))
+        )
         if not known or not all(map(self._still_holds, self._lines, self.param_groups, numbers)):
             self._ensure_state()
             self._lines = [
                 self._line_up(index, group, mine)
                 for index, (group, mine) in enumerate(zip(self.param_groups, numbers, strict=True))
             ]
+            self._entries = dict(self.state)
             self._kernel = None
         return self._lines
 
@@ -322,11 +332,9 @@ class FusedOptimizer(Optimizer):
         return Line(params, held, list(chain.from_iterable(map(dict.values, held))), slots, numbers)
 
     def _still_holds(self, line: Line, group: Mapping[str, Any], numbers: Mapping[str, Any]) -> bool:
-        # Lightning and others replace state[p], or a tensor in it, by a moved copy: identities tell.
         if not (
             len(line.params) == len(group["params"])
             and all(map(is_, group["params"], line.params))
-            and all(map(is_, map(self.state.get, line.params), line.held))
             and sum(map(len, line.held)) == len(line.tensors)
             and all(map(is_, chain.from_iterable(map(dict.values, line.held)), line.tensors))
         ):

@@ -30,12 +30,13 @@ from torch.optim import Optimizer
 
 from lightning_fuse.optim.fused import FusedOptimizer
 from lightning_fuse.step.counters import RunCounters
-from lightning_fuse.step.looks import Look, Looks, one
+from lightning_fuse.step.judgement import judge_known, judge_launched
+from lightning_fuse.step.looks import Look, Looks
 from lightning_fuse.step.loss_scale import LossScale
 from lightning_fuse.step.outcome import Reason, StepOutcome
 from lightning_fuse.step.policy import OnNonfinite, SkipPolicy
-from lightning_fuse.step.report import StepReport
-from lightning_fuse.step.verdict import check_max_norm, gradients, judge, unwrapped
+from lightning_fuse.step.report import Number, StepReport
+from lightning_fuse.step.verdict import check_max_norm, gradients, unwrapped
 from lightning_fuse.step.window import AccumulationWindow, WindowPolicy
 
 
@@ -307,28 +308,22 @@ class StepContract:
         index: int,
         where: str,
     ) -> None:
-        neutral = one(grads[0].device)
-        factor = neutral if look is not None else self._factor(grads[0].device, window, neutral)
-        verdict = judge(grads, factor)
-        found_inf, grad_norm, coef = verdict.found_inf, verdict.grad_norm, None
-        if look is not None:
-            found_inf = torch.maximum(found_inf, look.found_inf)
-            grad_norm, coef = look.grad_norm, look.clip_coef
-        if clip_norm is not None:
-            now = verdict.clip_coef(clip_norm)
-            factor = factor * now
-            coef = now if coef is None else coef * now
+        device = grads[0].device
+        defer = self._may_defer(device, optimizer)
+        judge = judge_launched if defer or device.type != "cpu" else judge_known
+        judged = judge(grads, None if look is not None else self._factor(device, window), look, clip_norm)
+        found_inf = judged.found_inf
         skip_on, skipped = (None if self.policy.on_nonfinite == "step" else found_inf), False
-        if not self._may_defer(found_inf.device, optimizer):
-            bad = bool(found_inf)
+        if not defer:
+            bad = bool(found_inf) if judged.bad is None else judged.bad
             if bad:
                 self._refuse(optimizer, index, where)
             # Known now: hooks around the optimizer's step run for applied updates only.
             skipped, skip_on = skip_on is not None and bad, None
         self._overflow = found_inf if self._overflow is None else torch.maximum(self._overflow, found_inf)
         if not skipped:
-            self._apply(optimizer, grads, None if factor is neutral else factor, skip_on)
-        self._report(index, where, None, (found_inf, grad_norm, neutral if coef is None else coef))
+            self._apply(optimizer, grads, judged.factor, skip_on)
+        self._report(index, where, None, (found_inf, judged.grad_norm, judged.clip_coef))
 
     def _rescale(self, waiting: Iterable[Optimizer], ratio: Tensor) -> None:
         """Brings gradients that carry the old loss scale to the new one; on a GPU nobody asks whether they differ."""
@@ -359,16 +354,14 @@ class StepContract:
             return bool(self.deferred)
         return report.verdict[0].device.type == "cuda"
 
-    def _factor(self, device: torch.device, window: int | None, neutral: Tensor | None = None) -> Any:
-        """``1 / loss_scale * window_factor`` as float32, or ``neutral`` where both are 1."""
+    def _factor(self, device: torch.device, window: int | None) -> Tensor | None:
+        """``1 / loss_scale * window_factor`` as float32; None stands for 1."""
         factor = None if self.loss_scale is None else self.loss_scale.inverse(device)
         share = self.window.factor(window, device)
-        if share is not None:
-            factor = share if factor is None else factor * share
-        return neutral if factor is None else factor
+        return factor if share is None else share if factor is None else factor * share
 
     def _report(
-        self, index: int, where: str, reason: Reason | None, verdict: tuple[Tensor, Tensor, Tensor] | None = None
+        self, index: int, where: str, reason: Reason | None, verdict: tuple[Tensor, Number, Number] | None = None
     ) -> None:
         scale = None if self.loss_scale is None else self.loss_scale.tensor()
         self._pending.append(StepReport(index, where, self.window.count, reason, verdict, scale))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fuse.step.verdict import gradients, judge
+from lightning_fuse.step.verdict import gradients, judge, one
 
 
 @dataclass
@@ -77,8 +77,3 @@ class Looks:
         torch._foreach_mul_(grads, coef)
         look = self._of[optimizer]
         look.clip_coef = coef if look.clip_coef is None else look.clip_coef * coef
-
-
-def one(device: torch.device) -> Tensor:
-    """A factor of 1: float32, 0-dimensional."""
-    return torch.ones((), dtype=torch.float32, device=device)

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from lightning_fuse.step.counters import RunCounters
 from lightning_fuse.step.outcome import Reason, StepOutcome
+
+Number: TypeAlias = Tensor | float  # a tensor while only its device knows it
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,8 @@ class StepReport:
         where: Where in the run it is.
         window_size: Micro-batches that contributed.
         reason: Why it was skipped, where that is known without looking at gradients; else None.
-        verdict: found_inf, grad_norm and clip_coef, 0-dimensional; None where no gradient was looked at.
+        verdict: found_inf, grad_norm and clip_coef, 0-dimensional where they are tensors; None where nobody looked
+            at a gradient.
         scale_before: The loss scale that the gradients carried, float32, 0-dimensional; None without one.
     """
 
@@ -52,9 +56,9 @@ class StepReport:
     where: str
     window_size: int
     reason: Reason | None
-    verdict: tuple[Tensor, Tensor, Tensor] | None
+    verdict: tuple[Tensor, Number, Number] | None
     scale_before: Tensor | None
-    _numbers: Sequence[Tensor] | Tensor = field(default=(), repr=False)
+    _numbers: Sequence[Number] | Tensor = field(default=(), repr=False)
     _copied: torch.cuda.Event | None = field(default=None, repr=False)
 
     def seal(self, scale_after: Tensor | None) -> None:
@@ -63,14 +67,14 @@ class StepReport:
         Args:
             scale_after: The loss scale of the next step; None without one.
         """
-        numbers = [] if self.verdict is None else list(self.verdict)
+        numbers: list[Number] = [] if self.verdict is None else list(self.verdict)
         if self.scale_before is not None and scale_after is not None:
             numbers += [self.scale_before, scale_after]
         if not numbers:
             return
-        device = numbers[0].device
-        if device.type == "cuda":
-            packed = torch.stack([number.to(device, torch.float64) for number in numbers])
+        first = numbers[0]
+        if isinstance(first, Tensor) and first.device.type == "cuda":
+            packed = torch.stack([torch.as_tensor(n, dtype=torch.float64, device=first.device) for n in numbers])
             self._numbers = torch.empty(len(numbers), dtype=torch.float64, pin_memory=True)
             self._numbers.copy_(packed, non_blocking=True)
             self._copied = torch.cuda.Event()

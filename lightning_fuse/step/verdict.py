@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from functools import cache
+from itertools import chain
+from operator import attrgetter, itemgetter
 
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ from lightning_fuse.kernels import sum_of_squares
 from lightning_fuse.optim.fused import parameter_names
 
 CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_ adds it to the norm
-_IS_SPARSE = attrgetter("is_sparse")
+_GRAD, _IS_SPARSE, _PARAMS = attrgetter("grad"), attrgetter("is_sparse"), itemgetter("params")
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,20 @@ def judge(grads: Sequence[Tensor], factor: Tensor) -> Verdict:
     Returns:
         The verdict, on the gradients' device.
     """
-    total = sum_of_squares(grads)
+    total = squares(grads)
     norm = total.sqrt() * factor.to(torch.float64)
     return Verdict(norm, (~torch.isfinite(total)).to(torch.float32))
+
+
+def squares(grads: Sequence[Tensor]) -> Tensor:
+    """The one reduction over gradients: the sum of their squares, float64, 0-dimensional, on their device."""
+    return sum_of_squares(grads)
+
+
+@cache
+def one(device: torch.device) -> Tensor:
+    """A factor of 1: float32, 0-dimensional; the same tensor every time, so not to be written to."""
+    return torch.ones((), dtype=torch.float32, device=device)
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:
@@ -68,8 +81,8 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
 
 def gradients(optimizer: Optimizer) -> list[Tensor]:
     """The gradients that the optimizer's parameters have, in the order of its groups; of sparse ones their values."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    found = [grad for p in params if (grad := p.grad) is not None]
+    params = list(chain.from_iterable(map(_PARAMS, optimizer.param_groups)))
+    found = [grad for grad in map(_GRAD, params) if grad is not None]
     if any(map(_IS_SPARSE, found)):
         return [_values(p) if p.grad.is_sparse else p.grad for p in params if p.grad is not None]
     return found

@@ -135,3 +135,25 @@ def test_every_piece_is_measured_once_before_it_is_stepped_once() -> None:
             assert pieces[3 * begin + 1] == 0  # a tensor is in one wave
             elements = sum(pieces[3 * k + 2] - pieces[3 * k + 1] for k in range(begin, end))
             assert elements < WAVE + 700_000
+
+
+@pytest.mark.parametrize("change", ["moved", "sliced", "transposed", "dtype", "size", "fewer", "sliced in place"])
+def test_a_look_at_gradients_follows_whatever_they_become(change: str) -> None:
+    """The rows of the last look are used again where only addresses changed; a fresh kernel is the oracle."""
+    generator = torch.Generator().manual_seed(3)
+    kernel = native.NativeKernel()
+    first = [torch.randn(shape, generator=generator) for shape in ((6, 200), (7,), (40, 30))]
+    base = torch.randn(12, 400, generator=generator)
+    then = {
+        "moved": lambda: [grad.clone() * 3 for grad in first],
+        "sliced": lambda: [base[::2, ::2], *first[1:]],
+        "transposed": lambda: [first[0], first[1], torch.randn(30, 40, generator=generator).t()],
+        "dtype": lambda: [first[0], first[1].bfloat16(), first[2]],
+        "size": lambda: [first[0], torch.randn(9, generator=generator), first[2]],
+        "fewer": lambda: first[1:],
+        "sliced in place": lambda: [base.view(-1)[: 2 * 1200].view(6, 400)[:, ::2], *first[1:]],
+    }[change]()
+    for grads in (first, then, first, then, then):
+        expected = native.NativeKernel().sum_of_squares(grads)
+        assert torch.equal(kernel.sum_of_squares(grads), expected)
+        assert float(expected) == pytest.approx(sum(float(g.double().square().sum()) for g in grads), rel=1e-12)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import lightning as L
 import pytest
 import torch
@@ -9,16 +11,36 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fuse.callbacks import Fuse
 from lightning_fuse.optim import FusedAdamW
 from lightning_fuse.plugins import contract_of
-from lightning_fuse.step import LossScale, StepContract
+from lightning_fuse.step import LossScale, StepContract, StepOutcome
 
 STEPS, WINDOW, CLIP = 50, 2, 0.5
 BAD = (4, 37, 66)  # micro-batches whose loss overflows, each in another window
-SCALE = 2.0**10
+SCALE, GROWTH = 2.0**10, 7
+
+
+class Ended(NamedTuple):
+    """What is left of a training."""
+
+    net: Net
+    optimizer: Optimizer
+    contract: StepContract
+    outcomes: list[StepOutcome]
+
+
+class Outcomes(L.Callback):
+    """Keeps every outcome."""
+
+    def __init__(self) -> None:
+        self.seen: list[StepOutcome] = []
+
+    def on_step_outcome(self, trainer: L.Trainer, pl_module: L.LightningModule, outcome: StepOutcome) -> None:
+        self.seen.append(outcome)
 
 
 class Net(L.LightningModule):
@@ -45,29 +67,42 @@ def loss_of(out: Tensor, y: Tensor, index: int) -> Tensor:
     return loss * float("inf") if index in BAD else loss
 
 
+def expected_scale() -> tuple[float, int]:
+    """The last scale and its growth counter: doubled after GROWTH updates in a row, halved after an overflow."""
+    scale, counter = SCALE, 0
+    bad = {index // WINDOW for index in BAD}
+    for step in range(STEPS):
+        counter = 0 if step in bad else counter + 1
+        scale = scale / 2 if step in bad else scale
+        if counter == GROWTH:
+            scale, counter = scale * 2, 0
+    return scale, counter
+
+
 def batches() -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(5)
     count = STEPS * WINDOW
     return [(torch.randn(8, 20, generator=generator), torch.randn(8, 4, generator=generator)) for _ in range(count)]
 
 
-def through_trainer(state: str) -> tuple[Net, StepContract]:
-    net = Net(state)
+def through_trainer(state: str) -> Ended:
+    net, seen = Net(state), Outcomes()
     x, y = (torch.cat(part) for part in zip(*batches(), strict=True))
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=GROWTH)
     trainer = L.Trainer(
         accelerator="cpu", max_epochs=1, accumulate_grad_batches=WINDOW, gradient_clip_val=CLIP, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[Fuse()],
-        plugins=MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=SCALE)),
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[Fuse(), seen],
+        plugins=MixedPrecision("16-mixed", "cpu", scaler),
     )  # fmt: skip
     trainer.fit(net, DataLoader(TensorDataset(x, y), batch_size=8))
     contract = contract_of(trainer)
     assert contract is not None
-    return net, contract
+    return Ended(net, trainer.optimizers[0], contract, seen.seen)
 
 
-def through_fabric(state: str) -> tuple[Net, StepContract]:
-    net = Net(state)
-    contract = StepContract(loss_scale=LossScale(SCALE))
+def through_fabric(state: str) -> Ended:
+    net, outcomes = Net(state), list[StepOutcome]()
+    contract = StepContract(loss_scale=LossScale(SCALE, growth_interval=GROWTH))
     # Fabric opens autocast; the contract scales, so Fabric's own scaler is switched off.
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     fabric = Fabric(accelerator="cpu", plugins=FabricMixedPrecision("16-mixed", "cpu", scaler))
@@ -79,13 +114,13 @@ def through_fabric(state: str) -> tuple[Net, StepContract]:
         contract.contribute()
         if index % WINDOW == WINDOW - 1:
             contract.step(optimizer, clip_norm=CLIP, window=WINDOW)
-            contract.settle()
-    return net, contract
+            outcomes += contract.settle()
+    return Ended(net, optimizer.optimizer, contract, outcomes)
 
 
-def through_plain_loop(state: str) -> tuple[Net, StepContract]:
-    net = Net(state)
-    contract, optimizer = StepContract(loss_scale=LossScale(SCALE)), net.configure_optimizers()
+def through_plain_loop(state: str) -> Ended:
+    net, outcomes = Net(state), list[StepOutcome]()
+    contract, optimizer = StepContract(loss_scale=LossScale(SCALE, growth_interval=GROWTH)), net.configure_optimizers()
     for index, (x, y) in enumerate(batches()):
         if index % WINDOW == 0:
             optimizer.zero_grad()
@@ -95,22 +130,31 @@ def through_plain_loop(state: str) -> tuple[Net, StepContract]:
         contract.contribute()
         if index % WINDOW == WINDOW - 1:
             contract.step(optimizer, clip_norm=CLIP, window=WINDOW)
-            contract.settle()
-    return net, contract
+            outcomes += contract.settle()
+    return Ended(net, optimizer, contract, outcomes)
 
 
 @pytest.mark.parametrize("state", ["fp32", "int8"])
 def test_the_same_bits(state: str) -> None:
     runs = [through_trainer(state), through_fabric(state), through_plain_loop(state)]
-    weights = [torch.cat([p.detach().flatten() for p in net.parameters()]) for net, _ in runs]
-    assert torch.equal(weights[0], weights[2])
-    assert torch.equal(weights[1], weights[2])
-    for _, contract in runs:
-        assert (contract.global_step, contract.updates, contract.skips["nonfinite"]) == (STEPS, STEPS - len(BAD), 3)
-        assert contract.last is not None
-        assert contract.last.clip_coef < 1.0
-        assert contract.last == runs[0][1].last
-        assert contract.loss_scale is not None
-        assert contract.loss_scale.value == SCALE / 2 ** len(BAD)
+    plain = runs[-1]
+    for run in runs:
+        for (name, p), (_, q) in zip(run.net.named_parameters(), plain.net.named_parameters(), strict=True):
+            assert torch.equal(p, q), name
+            mine, its = run.optimizer.state[p], plain.optimizer.state[q]
+            assert mine.keys() == its.keys()
+            assert all(mine[key].dtype == its[key].dtype and torch.equal(mine[key], its[key]) for key in mine), name
+        assert str(run.outcomes) == str(plain.outcomes)  # as words: NaN is equal to itself there
+        assert run.contract.state_dict() | {"window": None} == plain.contract.state_dict() | {"window": None}
+    # What is compared is no empty thing.
+    assert [o.global_step for o in plain.outcomes if not o.applied] == [1 + index // WINDOW for index in BAD]
+    assert {o.window_size for o in plain.outcomes} == {WINDOW}
+    assert any(o.clip_coef < 1.0 for o in plain.outcomes)
+    contract = plain.contract
+    assert (contract.global_step, contract.updates, contract.skips["nonfinite"]) == (STEPS, STEPS - len(BAD), 3)
+    assert contract.loss_scale is not None
+    assert (contract.loss_scale.value, contract.loss_scale.growth_counter) == expected_scale()
+    keys = {key for held in plain.optimizer.state.values() for key in held}
+    assert keys >= ({"exp_avg.codes", "exp_avg.scale", "step"} if state == "int8" else {"exp_avg", "exp_avg_sq"})
     untrained = torch.cat([p.detach().flatten() for p in Net(state).parameters()])
-    assert (weights[0] - untrained).norm() > 1.0
+    assert (torch.cat([p.detach().flatten() for p in plain.net.parameters()]) - untrained).norm() > 1.0

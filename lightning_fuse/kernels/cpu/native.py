@@ -90,7 +90,8 @@ class NativeKernel(StepKernel):
     @torch.no_grad()
     def sum_of_squares(self, grads: Sequence[Tensor]) -> Tensor:
         """See ``StepKernel.sum_of_squares``."""
-        if any(map(is_wrapped, grads)) or max(map(torch.Tensor.dim, grads), default=0) > MAX_DIMS:
+        kinds = set(map(type, grads))  # a few, of many gradients
+        if any(map(_shows_no_memory, kinds)) or max(map(torch.Tensor.dim, grads), default=0) > MAX_DIMS:
             return ReferenceKernel().sum_of_squares(grads)
         rows, layouts = self._sums.rows(grads)
         pieces, partial = self._sums.pieces, self._sums.partial
@@ -104,7 +105,11 @@ class NativeKernel(StepKernel):
 
 def is_wrapped(tensor: Tensor) -> bool:
     """Whether a tensor is a subclass that stands for other tensors, such as a DTensor."""
-    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return _shows_no_memory(type(tensor))
+
+
+def _shows_no_memory(kind: type[Tensor]) -> bool:
+    return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def overlaps(tensor: Tensor) -> bool:

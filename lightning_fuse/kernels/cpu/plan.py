@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, TypeAlias
 
 import torch
@@ -38,7 +38,8 @@ Group: TypeAlias = Mapping[str, Any]
 
 THREAD_GRAIN = 1 << 14  # elements below which another thread costs more than it brings
 
-_addresses = torch.Tensor.data_ptr
+_addresses, _count, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.numel, torch.Tensor.is_contiguous
+_DTYPE = attrgetter("dtype")
 
 
 class Plan:
@@ -124,27 +125,33 @@ class Plan:
 
 
 class SumPlan:
-    """The tables of one look at gradients; only the pieces are worth keeping.
+    """The tables of looks at gradients, kept while sizes and dtypes stay and all of them are contiguous.
 
     Attributes:
         pieces: ``Piece`` rows of the gradients last seen.
+        partial: One float64 per piece, for its sum.
     """
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
+        self._dtypes: list[torch.dtype] = []
+        self._rows: array[int] | None = None  # None where they point to a layout
         self.pieces = array("q")
         self.partial = array("d")
 
-    def rows(self, grads: Sequence[Tensor]) -> tuple[array[int], Layouts]:
+    def rows(self, grads: Sequence[Tensor]) -> tuple[array[int], Layouts | None]:
         """``Gradient`` rows, and what they point to; cuts pieces anew where the sizes changed.
 
         Args:
             grads: float32, bfloat16 or float16, any layout.
 
         Returns:
-            The rows, flattened, and the layouts.
+            The rows, flattened, and the layouts; None where no row needs one.
         """
-        sizes = [grad.numel() for grad in grads]
+        sizes, dtypes, dense = list(map(_count, grads)), list(map(_DTYPE, grads)), all(map(_is_contiguous, grads))
+        if dense and self._rows is not None and sizes == self._sizes and dtypes == self._dtypes:
+            self._rows[0::GRADIENT_COLUMNS] = array("q", map(_addresses, grads))
+            return self._rows, None
         if sizes != self._sizes:
             self._sizes, self.pieces = sizes, cut([(size, size) for size in sizes])
             self.partial = array("d", bytes(8 * (len(self.pieces) // 3)))
@@ -154,6 +161,7 @@ class SumPlan:
         rows = array("q")
         for grad, number in zip(grads, numbers, strict=True):
             rows.extend((grad.data_ptr(), DTYPE_IDS[grad.dtype], layouts.address(number)))
+        self._dtypes, self._rows = dtypes, rows if dense else None
         return rows, layouts
 
     @property
