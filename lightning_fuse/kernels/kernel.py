@@ -89,6 +89,45 @@ class Work(NamedTuple):
     group: Mapping[str, Any]
 
 
+def overlaps(tensor: Tensor) -> bool:
+    """Whether two elements may share memory: sorted by stride, no dimension may reach into the next one.
+
+    Args:
+        tensor: Any strided tensor.
+
+    Returns:
+        False for every tensor without an overlap that slicing, transposing and permuting can make.
+    """
+    if not tensor.numel() or tensor.is_contiguous():
+        return False
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
+
+
+def check_fits(slot: Slot, grad: Tensor) -> None:
+    """Refuses a gradient of another shape than its parameter: a kernel would read beside it.
+
+    torch checks the shape where ``.grad`` is set, not where ``p.data`` is replaced after that.
+
+    Args:
+        slot: The parameter and its state.
+        grad: Its gradient.
+
+    Raises:
+        RuntimeError: Shape or device differ.
+    """
+    if grad.shape != slot.param.shape or grad.device != slot.param.device:
+        raise RuntimeError(
+            f"the gradient of {slot.name} is {tuple(grad.shape)} on {grad.device}, the parameter "
+            f"{tuple(slot.param.shape)} on {slot.param.device}: set p.grad = None after replacing p.data"
+        )
+
+
 class StepKernel(ABC):
     """Steps all parameters of a device.
 

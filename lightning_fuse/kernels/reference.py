@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_fuse.formats.format import Place, decode_moments, encode_moments
 from lightning_fuse.formats.int8 import row_length
 from lightning_fuse.formats.master import canonical_nan
-from lightning_fuse.kernels.kernel import PARAM_DTYPES, Slot, StepKernel, Support, Work
+from lightning_fuse.kernels.kernel import PARAM_DTYPES, Slot, StepKernel, Support, Work, check_fits
 from lightning_fuse.kernels.pieces import piece_ends
 from lightning_fuse.rules.rule import LayerwiseRule, UpdateRule
 
@@ -39,6 +39,8 @@ class ReferenceKernel(StepKernel):
         """See ``StepKernel.step``."""
         if found_inf is not None and bool(found_inf):
             return
+        for item in work:
+            check_fits(item.slot, item.grad)
         known: dict[tuple[int, int, UpdateRule], dict[str, float]] = {}
         for item in work:
             step = int(item.slot.step) + 1

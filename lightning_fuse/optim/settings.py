@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fuse.kernels.kernel import PARAM_DTYPES
+from lightning_fuse.kernels.kernel import PARAM_DTYPES, overlaps
 
 # Torch arguments that choose between torch's own loops.
 EXECUTION_KEYS = ("foreach", "fused", "capturable", "differentiable")
@@ -137,13 +137,18 @@ def check_parameter(name: str, p: Tensor) -> None:
         p: The parameter.
 
     Raises:
-        TypeError: It is not a dense float32, bfloat16 or float16 tensor.
+        TypeError: It is not a dense float32, bfloat16 or float16 tensor whose elements have memory of their own.
     """
     if p.dtype not in PARAM_DTYPES:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in PARAM_DTYPES)
         raise TypeError(f"parameter {name} is {p.dtype}: must be one of {known}; leave it out of the optimizer")
     if p.layout != torch.strided:
         raise TypeError(f"parameter {name} is {p.layout}: must be dense; leave it out of the optimizer")
+    if overlaps(p):
+        raise TypeError(
+            f"parameter {name} is a view whose elements share memory (shape {tuple(p.shape)}, strides {p.stride()}): "
+            "each must have its own; build it from .clone() or .contiguous()"
+        )
 
 
 def check_gradient(name: str, p: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -110,6 +111,43 @@ def test_what_changes_the_work_changes_the_plan(built: list[plan.Plan]) -> None:
     count = len(built)
     step(both, 8)
     assert len(built) == count + 1
+
+
+@pytest.mark.parametrize("kernel", ["native", "reference"])
+def test_a_gradient_of_another_shape_is_refused_before_anything_is_written(kernel: str) -> None:
+    """torch checks the shape where .grad is set, not where p.data is replaced: a kernel would read beside it."""
+    first, p = Parameter(torch.ones(4)), Parameter(torch.ones(4))
+    first.grad, p.grad = torch.ones(4), torch.ones(4)
+    p.data = torch.ones(5000)
+    with pytest.raises(RuntimeError, match=r"gradient of 0\.1 is \(4,\) on cpu, the parameter \(5000,\)"):
+        FusedAdamW([first, p], kernel=kernel).step()
+    assert torch.equal(first, torch.ones(4))
+    assert torch.equal(p, torch.ones(5000))
+
+
+def test_data_whose_elements_share_memory_is_refused() -> None:
+    p = Parameter(torch.ones(4))
+    p.grad = torch.ones(4)
+    optimizer = FusedAdamW([p], lr=0.5, kernel="native")
+    optimizer.step()
+    p.data = torch.ones(1).expand(4)
+    with pytest.raises(RuntimeError, match="share memory"):
+        optimizer.step()
+    assert torch.equal(p, torch.ones(4))
+    with pytest.raises(TypeError, match=r"parameter 0\.0 is a view whose elements share memory"):
+        FusedAdamW([Parameter(torch.ones(1).expand(4))])
+
+
+def test_two_threads_may_look_at_gradients_at_once() -> None:
+    """The library runs without Python's lock, so another thread may be between its tables and its call."""
+    mine, others, sums = [torch.ones(5)], [torch.ones(70_000), torch.ones(7)], plan.SumPlan()
+    rows, _ = sums.rows(mine)
+    kept, pieces = list(rows), list(sums.pieces)
+    thread = threading.Thread(target=sums.rows, args=(others,))
+    thread.start()
+    thread.join()
+    assert (list(rows), list(sums.pieces)) == (kept, pieces)
+    assert sums.cost == 5
 
 
 def test_every_piece_is_measured_once_before_it_is_stepped_once() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_fuse.kernels.cpu.plan import THREAD_GRAIN, Plan, SumPlan
 from lightning_fuse.kernels.cpu.shared_library import Library, load
 from lightning_fuse.kernels.cpu.tables import CODEC_IDS, DTYPE_IDS, MASTER_IDS, MAX_DIMS, RULE_IDS
-from lightning_fuse.kernels.kernel import Slot, StepKernel, Support, Work
+from lightning_fuse.kernels.kernel import Slot, StepKernel, Support, Work, overlaps
 from lightning_fuse.kernels.reference import ReferenceKernel
 
 HUGE_REGION = 1 << 22  # bytes from which a region is worth a request for huge pages, of 2 MiB each
@@ -110,26 +110,6 @@ def is_wrapped(tensor: Tensor) -> bool:
 
 def _shows_no_memory(kind: type[Tensor]) -> bool:
     return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-
-
-def overlaps(tensor: Tensor) -> bool:
-    """Whether two elements may share memory: sorted by stride, no dimension may reach into the next one.
-
-    Args:
-        tensor: Any strided tensor.
-
-    Returns:
-        False for every tensor without an overlap that slicing, transposing and permuting can make.
-    """
-    if not tensor.numel() or tensor.is_contiguous():
-        return False
-    reach = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride <= reach:
-                return True
-            reach += stride * (size - 1)
-    return False
 
 
 def zeros(size: int, dtype: torch.dtype) -> Tensor:

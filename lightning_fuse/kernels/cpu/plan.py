@@ -7,6 +7,7 @@ leaves the parameter the same object. Gradients come and go, so only their addre
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -31,7 +32,7 @@ from lightning_fuse.kernels.cpu.tables import (
     slot_row,
     tasks_of,
 )
-from lightning_fuse.kernels.kernel import Slot
+from lightning_fuse.kernels.kernel import Slot, check_fits
 from lightning_fuse.rules.rule import LayerwiseRule
 
 Group: TypeAlias = Mapping[str, Any]
@@ -54,12 +55,13 @@ class Plan:
         params: The parameters, in order.
 
     Raises:
-        RuntimeError: A tensor of the state is not what its format says.
+        RuntimeError: A tensor of the state is not what its format says, or a gradient has not its parameter's shape.
     """
 
     def __init__(self, slots: Sequence[Slot], grads: Sequence[Tensor], groups: Sequence[Group]) -> None:
-        for slot in slots:
+        for slot, grad in zip(slots, grads, strict=True):
             check_slot(slot)
+            check_fits(slot, grad)
         self.slots = slots
         self.params = [slot.param for slot in slots]
         self._state = list(chain.from_iterable(map(_state_tensors, slots)))
@@ -124,8 +126,10 @@ class Plan:
         self._address = _at(self._header)
 
 
-class SumPlan:
+class SumPlan(threading.local):
     """The tables of looks at gradients, kept while sizes and dtypes stay and all of them are contiguous.
+
+    Each thread has its own: the library runs without Python's lock, and reads them while another thread writes its.
 
     Attributes:
         pieces: ``Piece`` rows of the gradients last seen.

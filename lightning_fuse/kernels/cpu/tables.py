@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_fuse.formats.int8 import row_length
-from lightning_fuse.kernels.kernel import Slot, StoredMoment
+from lightning_fuse.kernels.kernel import Slot, StoredMoment, overlaps
 from lightning_fuse.kernels.pieces import PIECE, piece_ends
 
 # Numbers of the enumerations in src/tables.h, by name.
@@ -98,14 +98,14 @@ def slot_row(slot: Slot, group: int, layout: int) -> list[int]:
 
 
 def check_slot(slot: Slot) -> None:
-    """Refuses state that does not lie in memory as its format says: the kernel would write beside it.
+    """Refuses what does not lie in memory as its format says: the kernel would write beside it.
 
     Args:
         slot: The parameter and its state.
 
     Raises:
         RuntimeError: A tensor of the state has another shape, dtype or layout, or lives elsewhere, or the parameter
-            has left the CPU or changed its dtype.
+            has left the CPU, changed its dtype or got memory that its elements share.
     """
     p = slot.param
     if p.device.type != "cpu" or p.dtype not in slot.master.dtypes:
@@ -113,7 +113,12 @@ def check_slot(slot: Slot) -> None:
             f"{slot.name} became {p.dtype} on {p.device} after its state was made, with master={slot.master.name!r}: "
             "move and convert the model first, then build the optimizer"
         )
-    shape = tuple(slot.param.shape)
+    if overlaps(p) or p.is_neg():
+        raise RuntimeError(
+            f"the data of {slot.name} was replaced by a view whose elements share memory or are negated (shape "
+            f"{tuple(p.shape)}, strides {p.stride()}): give it memory of its own, for instance with .clone()"
+        )
+    shape = tuple(p.shape)
     expected: list[Expected] = [("step", slot.step, (), torch.int64)]
     for stored in slot.moments:
         expected += _parts(stored, shape)
