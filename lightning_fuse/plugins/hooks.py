@@ -43,7 +43,7 @@ class ContractHooks(Callback):
     ) -> None:
         """Ends the training step of manual optimization: the loss scale moves once, after all optimizers."""
         if pl_module.automatic_optimization:
-            self.plugin.end_batch()
+            self.plugin.end_batch(trainer, pl_module)
         else:
             self.plugin.settle(trainer, pl_module)
 

@@ -9,8 +9,7 @@ optimization that calls ``clip_gradients``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -31,6 +30,7 @@ from lightning_fuse.plugins.schedulers import follow_updates, rebind
 from lightning_fuse.plugins.stock import loss_scale_for, stock_precision
 from lightning_fuse.plugins.watching import UnscaledWatch
 from lightning_fuse.plugins.windows import LoopWindows
+from lightning_fuse.plugins.wrapped import WrappedPrecision
 from lightning_fuse.step import StepContract, StepOutcome
 from lightning_fuse.step.verdict import unwrapped
 
@@ -38,7 +38,7 @@ STOCK_KEY = "MixedPrecision"  # where Lightning files a loss scale in a checkpoi
 OUTCOME_HOOK = "on_step_outcome"
 
 
-class FusePrecision(Precision):
+class FusePrecision(WrappedPrecision):
     """Runs the step contract for any stock precision.
 
     Any callback, and the module, may define ``on_step_outcome(trainer, pl_module, outcome)``: it is called once per
@@ -73,14 +73,8 @@ class FusePrecision(Precision):
         self._folded_clip: float | None = None  # a clip norm to fold into the step under way
         self._folding = False
         self._stepped: set[Optimizer] = set()  # since the last backward
+        self._took_its_turn = False  # an optimizer, in the batch under way
         self._watch = UnscaledWatch()
-
-    # What the wrapped plugin does.
-
-    @property
-    def precision(self) -> Any:  # type: ignore[override]
-        """Lightning's word for the compute precision."""
-        return self.inner.precision
 
     @property
     def scaler(self) -> ScalerView | None:
@@ -92,32 +86,6 @@ class FusePrecision(Precision):
     def last_step_ms(self) -> float | None:
         """Host time of the last optimizer step, verdict included, in milliseconds."""
         return self.contract.last_step_ms
-
-    def convert_module(self, module: Module) -> Module:
-        """See the stock plugin."""
-        return self.inner.convert_module(module)
-
-    def convert_input(self, data: Any) -> Any:
-        """See the stock plugin."""
-        return self.inner.convert_input(data)
-
-    def convert_output(self, data: Any) -> Any:
-        """See the stock plugin."""
-        return self.inner.convert_output(data)
-
-    def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """See the stock plugin."""
-        return self.inner.tensor_init_context()
-
-    def module_init_context(self) -> AbstractContextManager[Any]:
-        """See the stock plugin."""
-        return self.inner.module_init_context()
-
-    @contextmanager
-    def forward_context(self) -> Generator[None, None, None]:
-        """See the stock plugin."""
-        with self.inner.forward_context():
-            yield
 
     # The optimizers.
 
@@ -167,11 +135,21 @@ class FusePrecision(Precision):
 
     def start_batch(self) -> None:
         """Keeps gradients of manual optimization local until they are wanted; called by ``hooks.py``."""
+        self._took_its_turn = False
         if self._ranks is not None:
             self._ranks.hold()
 
-    def end_batch(self) -> None:
-        """Drops a short last window where the policy says so; called by ``hooks.py``."""
+    def end_batch(self, trainer: Trainer, model: LightningModule) -> None:
+        """Ends a batch of automatic optimization; called by ``hooks.py``.
+
+        A step that a module's own ``optimizer_step`` has left out was vetoed. A short last window is dropped where the
+        policy says so.
+        """
+        if not (self._took_its_turn or trainer.fit_loop.epoch_loop._should_accumulate()):
+            for index, optimizer in enumerate(self._optimizers):
+                self.contract.veto()
+                self.contract.step(optimizer, window=self._window(), index=index)
+            self.settle(trainer, model)
         if self._windows is not None:
             self._windows.end_batch()
 
@@ -232,6 +210,7 @@ class FusePrecision(Precision):
         if self._ranks is not None:
             self._ranks.stepped(optimizer)
         self._stepped.add(optimizer)
+        self._took_its_turn = True
         if automatic:
             self.settle(trainer, model)
         return result
