@@ -109,6 +109,45 @@ def test_case_08_a_veto_is_for_one_step(precision):
         assert (scale.value, scale.growth_counter) == (64.0, 2)
 
 
+class LeavesOut(Four):
+    """A module whose own optimizer_step runs the closure of batch 1 and does not step."""
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+        if batch_idx == 1:
+            optimizer_closure()
+        else:
+            optimizer.step(closure=optimizer_closure)
+
+
+def halving():
+    return LeavesOut(sgd, lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+@pytest.mark.parametrize("fuse", [{}, {"optimizer": None}])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_case_08_a_step_that_the_module_leaves_out_is_a_veto(precision, fuse, accumulate):
+    module, plugin = halving(), half(64.0) if precision == "16-mixed" else precision
+    # With windows of two, batch 1 closes the first window.
+    trainer, outcomes = train(
+        module, one_bad(3 * accumulate), Fuse(**fuse), precision=plugin, accumulate_grad_batches=accumulate
+    )
+    expected = ["ok", "user", "ok"] if accumulate == 1 else ["user", "ok", "ok"]
+    assert outcomes.of("reason") == expected
+    assert outcomes.of("window_size") == [accumulate] * 3
+    assert module.w.tolist() == [1.0 - 1.0 - 0.5] * 4
+    assert contract_of(trainer).global_step == trainer.global_step == 3
+    assert (contract_of(trainer).updates, contract_of(trainer).skips["user"]) == (2, 1)
+    if precision == "16-mixed":
+        assert contract_of(trainer).loss_scale.growth_counter == 2
+
+
+def test_case_08_stock_advances_schedulers_on_a_step_that_is_left_out():
+    module = halving()
+    train(module, one_bad(3), precision=half(64.0))
+    assert module.w.tolist() == [1.0 - 1.0 - 0.25] * 4
+
+
 def test_case_09_a_long_streak_of_bad_batches_leaves_the_weights():
     loader = batches(1, *[BAD] * 200, 1)
     module = Four()
@@ -204,6 +243,24 @@ def test_case_12_looking_and_clipping_at_a_billion_change_no_bit(scale):
     own.how = lambda module, optimizer: module.clip_gradients(optimizer, 1e9, "norm")
     for other in (looked, clipped, both, trained(own)):
         assert torch.equal(plain, other)
+
+
+@pytest.mark.parametrize("scale", [1000.0, 3.0])
+def test_case_12_stock_fused_gives_other_bits_where_somebody_unscales(scale):
+    def trained(*callbacks):
+        class Uneven(Four):
+            training_step = Clips.training_step
+
+        module = Uneven(lambda params: sgd(params, fused=True))
+        train(module, batches(1, 0.3, 7, 0.9, 0.2), *callbacks, precision=half(scale))
+        return module.w
+
+    unscales = LambdaCallback(
+        on_before_optimizer_step=lambda trainer, _m, optimizer: trainer.precision_plugin.scaler.unscale_(optimizer)
+    )
+    looks = LambdaCallback(on_before_optimizer_step=lambda *_: None)
+    assert not torch.equal(trained(), trained(unscales))
+    assert torch.equal(trained(Fuse()), trained(Fuse(), looks))
 
 
 SPOILERS = {

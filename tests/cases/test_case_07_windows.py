@@ -142,4 +142,5 @@ def test_a_module_that_steps_every_second_batch_reports_the_micro_batches_it_hol
     module = Second(sgd)
     _, outcomes = train(module, one_bad(4), Fuse(**settings))
     assert module.w.tolist() == [-1.0] * 4  # Lightning zeroes gradients at every batch: one counts
-    assert outcomes.of("window_size") == [1, 1]
+    assert outcomes.of("window_size") == [1, 1, 1, 1]
+    assert outcomes.of("reason") == ["user", "ok", "user", "ok"]
