@@ -83,15 +83,20 @@ def _of_module(place: str) -> list[Counted]:
     if not colon:
         raise ValueError(f"module={place}: give PACKAGE.MODULE:FACTORY, for instance torch.nn:Transformer")
     sys.path.insert(0, "")
-    source: Any = import_module(name)
-    if not hasattr(source, factory):
-        raise ValueError(f"module={place}: {name} has no {factory}; give one of its classes or functions")
+    try:
+        source: Any = import_module(name)
+    except ImportError as error:
+        raise ImportError(f"module={place}: {error}; give a module that python can import from here") from error
+    if not callable(make := getattr(source, factory, None)):
+        lacks = f"{factory} of {name} cannot be called" if hasattr(source, factory) else f"{name} has no {factory}"
+        raise ValueError(f"module={place}: {lacks}; give one of its classes or functions")
     try:
         with torch.device("meta"):
-            module = getattr(source, factory)()
-    except TypeError as error:
+            module = make()
+    except Exception as error:  # it is the user's code, and may raise anything
         raise ValueError(
-            f"module={place} cannot be called without arguments ({error}); give a factory of yours"
+            f"module={place} cannot be built without arguments on the meta device, where tensors have no values "
+            f"({type(error).__name__}: {error}); give a factory of yours that can"
         ) from error
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"module={place} makes a {type(module).__name__}; give a factory of a torch.nn.Module")

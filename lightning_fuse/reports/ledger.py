@@ -229,12 +229,16 @@ def ledger_of(tensors: Iterable[Counted], setup: Setup) -> Ledger:
     tensors = list(tensors)
     _check_patterns(tensors, setup)
     ledger = Ledger(setup)
-    width, layout = WIDTH[PRECISIONS[setup.precision]], _Regions()
+    cast = WIDTH[PRECISIONS[setup.precision]] if setup.precision.endswith("-true") else WIDTH["fp32"]
+    layout = _Regions()
     for tensor in tensors:
+        # Only the 16-bit precisions cast a module; the others train it in the dtypes that it has.
+        width = cast if tensor.floating and cast < WIDTH["fp32"] else tensor.width
+        _check_dtype(tensor, width, setup)
         shape = sharded(tensor.shape, setup.shards)
-        nbytes = numel(shape) * (width if tensor.floating else tensor.width)
+        nbytes = numel(shape) * width
         if not tensor.parameter:
-            ledger.buffers += numel(tensor.shape) * (width if tensor.floating else tensor.width)
+            ledger.buffers += numel(tensor.shape) * width
             continue
         ledger.parameters += nbytes
         ledger.elements += numel(shape)
@@ -362,8 +366,22 @@ class _Regions:
 
 
 def _count(name: str, tensor: Any, trained: bool = True, parameter: bool = True, optimizer: int = 0) -> Counted:
+    if hasattr(tensor, "materialize"):  # torch's lazy modules
+        raise ValueError(f"{name} has no shape yet (a lazy module); run one batch through it before it is counted")
     floating = bool(tensor.is_floating_point())
     return Counted(name, tuple(tensor.shape), trained, parameter, floating, int(tensor.element_size()), optimizer)
+
+
+def _check_dtype(tensor: Counted, width: int, setup: Setup) -> None:
+    """Refuses what the optimizers refuse, so that nothing is counted that cannot be trained."""
+    if not (tensor.trained and tensor.parameter):
+        return
+    if not tensor.floating or (width > WIDTH["fp32"] and setup.kind.family == "fused"):
+        kind = f"{8 * width}-bit" if tensor.floating else "complex or of whole numbers"
+        raise ValueError(
+            f"parameter {tensor.name} is {kind}: {setup.optimizer} is counted for float32, bfloat16 and float16; "
+            "freeze it (requires_grad=False) or make it one of these"
+        )
 
 
 def _check_patterns(tensors: Sequence[Counted], setup: Setup) -> None:

@@ -77,6 +77,9 @@ def parse(words: Sequence[str]) -> Asked:
         values[key] = value
     subjects = [key for key in SUBJECTS if key in values]
     if len(subjects) != 1 and not (not subjects and set(GRADIENT) <= values.keys()):
+        for key in () if subjects else values:
+            if key not in known_keys():  # most likely a subject with a slip of the pen
+                raise ValueError(unknown_name("key", key, known_keys()))
         given = " and ".join(subjects) or "nothing to count"
         raise ValueError(f"{given}; give one of params=NUMBER, recipe=NAME, module=PACKAGE.MODULE:FACTORY")
     asked = Asked(subject=subjects[0] if subjects else "", what=values.pop(subjects[0]) if subjects else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -30,6 +31,14 @@ from scripts.ledger import main
 from tests.composing import ROOT, SMALL, composed
 from tests.tolerances import WORKED_EXAMPLE
 
+ODD = """
+import torch
+def Values(): return torch.nn.Linear(int(torch.ones(3).sum()), 4)
+def Lazy(): return torch.nn.LazyLinear(4)
+def Complex(): return torch.nn.Linear(4, 4, dtype=torch.complex64)
+def Double(): return torch.nn.Linear(4, 4, dtype=torch.float64)
+def Half(): return torch.nn.Linear(1000, 5, bias=False, dtype=torch.float16)
+"""
 RECIPES = sorted(path.stem for path in (ROOT / "conf" / "recipe").glob("*.yaml"))
 
 
@@ -187,6 +196,10 @@ def test_any_importable_module_and_a_recipe(
     (tmp_path / "mine.py").write_text("import torch\ndef build():\n    return torch.nn.Linear(1000, 10)\n")
     assert main(["module=mine:build", "state=int8"]) == 0
     assert "10,010 parameters: adamw_fused, state=int8" in capsys.readouterr().out
+    (tmp_path / "odd.py").write_text(ODD)
+    assert main(["module=odd:Half", "state=fp32"]) == 0  # 32-true casts nothing: 2 bytes each, and 1 kB of buffer
+    shown = capsys.readouterr().out
+    assert re.search(r"parameters +│ +10 kB .* 2\.000", shown), shown
     assert main(["recipe=byte_lm", "model=medium", "precision=bf16-true", "master=split"]) == 0
     shown = capsys.readouterr().out
     assert "adamw_fused, state=fp32, master=split" in shown
@@ -194,9 +207,15 @@ def test_any_importable_module_and_a_recipe(
     for word, message in (
         ("module=torch.nn", "give PACKAGE.MODULE:FACTORY"),
         ("module=torch.nn:Linea", "torch.nn has no Linea"),
-        ("module=torch:manual_seed", "cannot be called without arguments"),
+        ("module=torch:manual_seed", "cannot be built without arguments"),
         ("module=builtins:dict", "makes a dict; give a factory of a torch.nn.Module"),
-        ("module=nowhere:x", "No module named 'nowhere'"),
+        ("module=nowhere:x", "No module named 'nowhere'; give a module that python can import"),
+        ("module=sys:maxsize", "maxsize of sys cannot be called"),
+        ("module=odd:Values", "on the meta device, where tensors have no values (RuntimeError"),
+        ("module=odd:Lazy", "weight has no shape yet"),
+        ("module=odd:Complex", "parameter weight is complex or of whole numbers"),
+        ("module=odd:Double", "parameter weight is 64-bit"),
+        ("parms=1e9", "unknown key 'parms'"),
         ("recipe=byte_lmm", "byte_lm"),
     ):
         assert main([word]) == 2
