@@ -43,6 +43,14 @@ from lightning_fuse.records.durable import replace_file
 from lightning_fuse.records.strict_json import encode
 from lightning_fuse.step import StepOutcome
 
+# Of memory.png: a title for each panel, and of each column what it is called; looks that all eyes tell apart.
+PANELS = {
+    "tensors": {**{f"memory/{phase}_peak": f"peak in {phase}" for phase in PHASES}, "memory/held": "held after a step"},
+    "device": {"memory/allocated": "allocated", "memory/reserved": "reserved"},
+    "process": {"memory/resident": "resident"},
+}
+LOOKS = (("#0072b2", "o", "-"), ("#d55e00", "s", "--"), ("#009e73", "^", "-."), ("#3b3f46", "x", ":"))
+
 
 class MemoryTimeline(Callback):
     """Looks at the memory of a training step now and then.
@@ -268,19 +276,23 @@ def draw(rows: list[dict[str, float]], path: Path) -> bool:
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    names = {f"memory/{phase}_peak": f"peak in {phase}" for phase in PHASES}
-    names |= {"memory/held": "held after a step", "memory/allocated": "allocated", "memory/reserved": "reserved"}
-    names |= {"memory/resident": "resident (process)"}
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(8, 6), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for name, label in names.items():
-        points = [(row["step"], row[name] / 1e6) for row in rows if name in row]
-        if points:
-            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label)
+    # Tensors are small beside a process that holds libraries, so each has a scale of its own.
+    shown = [(title, names) for title, names in PANELS.items() if any(name in row for row in rows for name in names)]
+    for axes, (title, names) in zip(figure.subplots(len(shown), sharex=True, squeeze=False)[:, 0], shown, strict=True):
+        for (name, label), (colour, marker, dash) in zip(names.items(), LOOKS, strict=False):
+            points = [(row["step"], row[name] / 1e6) for row in rows if name in row]
+            if points:
+                axes.plot(
+                    *zip(*points, strict=True), color=colour, marker=marker, linestyle=dash, markersize=4, label=label
+                )
+        axes.set_title(title, loc="left", fontsize="medium")
+        axes.set_ylabel("MB")
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(fontsize="small", frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     axes.set_xlabel("optimizer step")
-    axes.set_ylabel("MB")
-    axes.set_ylim(bottom=0)
-    axes.legend(fontsize="small")
     figure.savefig(path, dpi=120)
     return True

@@ -3,14 +3,14 @@
 STYLE = """\
 :root {
   --paper: #fbfbfa; --panel: #ffffff; --text: #1c1e21; --soft: #5c6370; --rule: #dfe1e4; --grid: #e9eaec;
-  --good: #1a7f4b; --bad: #b3261e; --open: #8a5a00;
+  --shade: #1c1e2138; --good: #1a7f4b; --bad: #b3261e; --open: #8a5a00;
   --c0: #3b3f46; --c1: #0072b2; --c2: #d55e00; --c3: #009e73; --c4: #b5539c; --c5: #a67c00; --c6: #4aa3df;
     --c7: #7d4cc2;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --paper: #16181c; --panel: #1e2126; --text: #e7e8ea; --soft: #a3a9b3; --rule: #363b43; --grid: #2b2f36;
-    --good: #5fd39a; --bad: #ff8a80; --open: #f2bf5e;
+    --shade: #000000a0; --good: #5fd39a; --bad: #ff8a80; --open: #f2bf5e;
     --c0: #d3d6dc; --c1: #57b4f2; --c2: #ff9b57; --c3: #3fd0a4; --c4: #e58fcf; --c5: #e3c04d; --c6: #9ad2f7;
     --c7: #b79bf0;
   }
@@ -52,20 +52,24 @@ svg .bar-label, svg .bar-value { fill: var(--text); }
 .grid { stroke: var(--grid); stroke-width: 1; }
 .axis { stroke: var(--soft); stroke-width: 1; }
 .line { fill: none; stroke: var(--ink); stroke-width: 2; stroke-linejoin: round; stroke-linecap: round; }
+.line.base { stroke-width: 5; stroke: color-mix(in srgb, var(--ink) 62%, var(--panel)); }
 .area { fill: var(--ink); opacity: 0.07; stroke: none; }
 .area.base { opacity: 0.2; }
 .dot, .bar { fill: var(--ink); }
 .track { fill: var(--grid); }
 .range { fill: none; stroke: var(--text); stroke-width: 1.5; }
 .skip { fill: none; stroke: var(--ink); stroke-width: 1.6; }
-.scroll { overflow-x: auto; border: 1px solid var(--rule); border-radius: 8px; background: var(--panel); }
+/* A shade at the side on which more of a table can be scrolled to: it stands still, and what covers it moves. */
+.scroll { overflow-x: auto; border: 1px solid var(--rule); border-radius: 8px; background:
+    linear-gradient(to left, var(--panel) 24px, transparent) right / 56px 100% no-repeat local,
+    linear-gradient(to left, var(--shade), transparent) right / 28px 100% no-repeat scroll, var(--panel); }
 table { border-collapse: collapse; font-size: 0.88rem; min-width: 100%; font-variant-numeric: tabular-nums; }
 th, td { padding: 7px 12px; border-bottom: 1px solid var(--grid); text-align: right; white-space: nowrap; }
 tbody tr:last-child > * { border-bottom: 0; }
 thead th { color: var(--soft); font-weight: 600; vertical-align: bottom; }
 .words { text-align: left; }
 tbody th { font-weight: 600; position: sticky; left: 0; background: var(--panel); }
-td.long { white-space: normal; min-width: 260px; }
+td.long { white-space: normal; min-width: 420px; }
 #notes ul { margin: 0; padding-left: 1.2em; font-size: 0.92rem; color: var(--soft); }
 summary { cursor: pointer; color: var(--soft); margin-top: 6px; }
 dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 250px), 1fr)); gap: 8px 24px; margin: 0;

@@ -72,11 +72,14 @@ def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten in a range; with 2 and 5 between them where there are few."""
+    """Powers of ten in a range; with 2 and 5 between them where there are few; else powers of two."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     inside = [10.0**p for p in powers if low <= 10.0**p <= high]
     if len(inside) < 3:
         inside = [m * 10.0**p for p in powers for m in (1, 2, 5) if low <= m * 10.0**p <= high]
+    if len(inside) < 2:  # a loss scale that hardly moved: an axis without numbers says nothing
+        twos = range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1)
+        inside = [2.0**p for p in twos if low <= 2.0**p <= high] or inside or nice_ticks(low, high, 3)
     return inside[:: math.ceil(len(inside) / 7) or 1]
 
 
@@ -98,7 +101,8 @@ def _line_chart(chart: LineChart) -> str:
     for line in chart.lines:
         if line.low:
             parts.append(_area(line, x, y))
-    for line in reversed(chart.lines):  # the baseline on top
+    # The baseline lies below, and is wide: a candidate that equals it is seen upon it, and hides nothing.
+    for line in sorted(chart.lines, key=lambda line: line.colour != 0):
         parts.append(_path(line, x, y))
     for line in chart.lines:
         parts += [_cross(x(at), y(value), line.colour) for at, value in line.marks]
@@ -150,7 +154,8 @@ def _path(line: Line, x: Scale, y: Scale) -> str:
         return (
             f'<circle class="dot" cx="{places[0][0]:.1f}" cy="{places[0][1]:.1f}" r="3" {_ink(line)}>{title}</circle>'
         )
-    return f'<path class="line" d="{"".join(steps)}" {_ink(line)}>{title}</path>'
+    kind = "line" if line.colour else "line base"
+    return f'<path class="{kind}" d="{"".join(steps)}" {_ink(line)}>{title}</path>'
 
 
 def _area(line: Line, x: Scale, y: Scale) -> str:

@@ -108,7 +108,7 @@ def run_table(comparison: Comparison) -> Table:
                     f"{summary.updates if summary and run.finished else _last_update(run):,}",
                     f"{len(run.skips):,}",
                     show(points[-1].value) if points else NONE,
-                    f"{points[-1].seconds:.1f}" if points else NONE,
+                    NONE if (seconds := _train_seconds(run)) is None else f"{seconds:.1f}",
                     "; ".join(run.notes) or NONE,
                 ]
             )
@@ -158,7 +158,7 @@ def csv_text(comparison: Comparison) -> str:
         ("optimizer_ms", lambda run: run.optimizer_ms),
         ("optimizer_share", _optimizer_share),
         ("training_step_ms", lambda run: run.step_ms),
-        ("train_seconds", lambda run: run.summary.train_seconds if run.summary else None),
+        ("train_seconds", _train_seconds),
         ("validation_seconds", lambda run: run.summary.validation_seconds if run.summary else None),
         ("wall_seconds", lambda run: run.summary.wall_seconds if run.summary else None),
         ("peak_memory_bytes", lambda run: run.summary.peak_memory_bytes if run.summary else None),
@@ -245,6 +245,13 @@ def _final(run: Run, metric: str) -> float | None:
     return points[-1].value if points else None
 
 
+def _train_seconds(run: Run) -> float | None:
+    """Of the whole run where its summary is final, else until its last measurement."""
+    if run.finished and run.summary is not None and run.summary.train_seconds is not None:
+        return run.summary.train_seconds
+    return max((points[-1].seconds for points in run.metrics.values() if points), default=None)
+
+
 def _last_update(run: Run) -> int:
     return max((points[-1].update for points in run.metrics.values() if points), default=0)
 
@@ -318,7 +325,10 @@ def _drawn(table: Table) -> Any:
     shown = [index for index in shown_columns(table) if table.heads[index] not in TERMINAL_LEAVES_OUT]
     for index in shown:
         drawn.add_column(
-            table.heads[index], justify="left" if index == 0 else "right", min_width=16 if not index else 6
+            table.heads[index],
+            justify="left" if index == 0 else "right",
+            min_width=6 if index else 16,
+            overflow="fold",  # two labels may differ in their last letters
         )
     for row in table.rows:
         # Heads may break into lines, figures may not.

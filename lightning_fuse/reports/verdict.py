@@ -79,9 +79,12 @@ def judge(baseline: Group, candidate: Group, metric: str, mode: str, half: float
     """
     verdict = Verdict(candidate.label)
     _judge_quality(verdict, baseline, candidate, metric, mode, half)
-    for sentence in (_state(baseline, candidate), *_speed(baseline, candidate), _target(baseline, candidate)):
-        if sentence:
-            verdict.sentences.append(sentence)
+    # Steps of failed runs are no measure of speed, and a target on other data is another target.
+    speed = [] if verdict.outcome == "failed" else _speed(baseline, candidate)
+    target = "" if verdict.outcome == "incomparable" else _target(baseline, candidate)
+    verdict.sentences += [sentence for sentence in (_state(baseline, candidate), *speed, target) if sentence]
+    if speed and len(baseline.runs) == len(candidate.runs) == 1 and _timed_alike(baseline, candidate):
+        verdict.cautions.append("one run each, so how much times vary is not known")
     differences = setting_differences(baseline, candidate)
     if differences:
         verdict.cautions.append(f"settings differ: {', '.join(differences)}")
@@ -141,7 +144,7 @@ def _place_in_band(verdict: Verdict, metric: str, mode: str) -> None:
             f"{metric} {figures}, and one baseline seed has no band: whether that is a difference is not known"
         )
         return
-    within = f"{figures} ± {show(band.half)}"
+    within = f"{figures} ± {band.half:.2g}"
     few = "one seed; " if ours.count == 1 else ""
     if band.holds(ours.mean):
         verdict.outcome = "same"
@@ -195,7 +198,7 @@ def _ratio(what: str, theirs: Spread, ours: Spread) -> str:
     figures = f"{ours.median:.3g} ms against {theirs.median:.3g}"
     if abs(ratio - 1) <= SLIGHT:
         return f"{what} equally fast ({figures})"
-    if min(theirs.count, ours.count) > 1 and ours.overlaps(theirs):
+    if ours.overlaps(theirs):
         return f"{what} about as fast ({figures}; the seeds overlap)"
     if ratio > 1:
         return f"{what} {_times(ratio)} × faster ({figures})"
@@ -212,6 +215,8 @@ def _target(baseline: Group, candidate: Group) -> str:
     if len(labels) > 1:
         return f"targets differ ({', '.join(sorted(labels))}) and are not compared"
     label = known[0].label
+    if not ours or not theirs:
+        return f"target {label} still open for {'the baseline' if ours else 'it'}"
     hits, base_hits = ([t for t in side if t is not None and t.reached] for side in (ours, theirs))
     if len(hits) < len(ours) or len(base_hits) < len(theirs):
         if not hits and not base_hits:
@@ -242,7 +247,7 @@ def _earlier(theirs: Spread, ours: Spread, unit: str, gap: float = 0.0) -> tuple
     change = ours.median / theirs.median - 1
     if abs(change) < 0.005 or abs(ours.median - theirs.median) < gap:
         return "equal", f"equal {unit}"
-    if min(theirs.count, ours.count) > 1 and ours.overlaps(theirs):
+    if ours.overlaps(theirs):
         return "unclear", f"with no clear difference {unit} ({_range(ours)} against {_range(theirs)})"
     word = "sooner" if change < 0 else "later"
     ratio = max(ours.median / theirs.median, theirs.median / ours.median)
@@ -265,7 +270,9 @@ def _diverged(run: Run, metric: str) -> bool:
 
 
 def _reason(run: Run) -> str:
-    return ((run.summary.reason if run.summary else None) or "no reason recorded").strip()
+    """The first sentence of why it failed; the remarks have all of it."""
+    said = ((run.summary.reason if run.summary else None) or "no reason recorded").strip()
+    return said.split(". ")[0]
 
 
 def _of(some: int, all_of_them: int) -> str:
@@ -277,7 +284,7 @@ def _times(ratio: float) -> str:
 
 
 def _signed(value: float) -> str:
-    return f"{value:+.2g}".replace("-", "\N{MINUS SIGN}")
+    return (f"{value:+.2g}" if value else "0").replace("-", "\N{MINUS SIGN}")
 
 
 def _range(spread: Spread) -> str:
@@ -285,7 +292,7 @@ def _range(spread: Spread) -> str:
 
 
 def show(value: float) -> str:
-    """A metric's value: four decimals, small ones four digits."""
+    """A metric's value: four decimals, small ones four digits, the last zeros too, so that columns read alike."""
     if not math.isfinite(value):
         return "not a number"
-    return f"{value:.4f}" if abs(value) >= 0.1 else f"{value:.4g}"
+    return f"{value:.4f}" if abs(value) >= 0.1 else f"{value:#.4g}"

@@ -178,6 +178,18 @@ def test_tick_labels(value: float, ticks: list[float], text: str) -> None:
     assert tick_text(value, ticks) == text
 
 
+def test_a_loss_scale_that_stands_still_has_a_number_at_its_axis() -> None:
+    assert log_ticks(65536 / 1.08, 65536 * 1.08) == [65536.0]
+    assert log_ticks(32768 / 1.08, 65536 * 1.08) == [32768.0, 65536.0]
+    assert log_ticks(0.71, 0.79)
+
+
+def test_the_baseline_lies_below_and_is_wide(comparison: Comparison) -> None:
+    drawn = [part for part in svg(charts_of(comparison)[0]).split("<path ") if 'class="line' in part]
+    assert ['class="line base"' in part for part in drawn] == [True] + [False] * (len(drawn) - 1)
+    assert len(drawn) > 1
+
+
 def test_a_line_of_one_point_is_a_dot() -> None:
     chart = LineChart("one", "One", "x", "y", [Line("a", 0, [(1.0, 2.0)])])
     assert 'class="dot"' in svg(chart)

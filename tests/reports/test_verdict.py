@@ -176,3 +176,42 @@ def test_a_running_run_has_not_missed_its_target(tmp_path: Path) -> None:
     assert "reached by" not in only(compare([tmp_path])).text
     write_run(tmp_path / "missed", "adamw_fused", "int8", 4, losses=(4.0, 3.0, 2.5, 2.4))
     assert "target val/loss ≤ 2 reached by 3 of 4 runs against 3 of 3" in only(compare([tmp_path])).text
+
+
+def test_one_run_within_the_others_times_is_no_difference(tmp_path: Path) -> None:
+    for seed, step_ms in enumerate((80.0, 100.0, 120.0)):
+        write_run(tmp_path / f"a{seed}", seed=seed, step_ms=step_ms)
+    write_run(tmp_path / "b", "adamw_fused", seed=0, step_ms=90.0)
+    said = only(compare([tmp_path])).text
+    assert "whole training steps about as fast (90 ms against 100; the seeds overlap)" in said
+    assert "with no clear difference in train seconds" in said
+
+
+def test_times_of_one_run_each_are_said_to_be_that(tmp_path: Path) -> None:
+    caution = "one run each, so how much times vary is not known"
+    write_run(tmp_path / "a0")
+    write_run(tmp_path / "b0", "adamw_fused", step_ms=50.0)
+    assert caution in only(compare([tmp_path])).cautions
+    write_run(tmp_path / "a1", seed=1)
+    assert caution not in only(compare([tmp_path])).cautions
+
+
+def test_a_target_that_nobody_has_decided_is_open(tmp_path: Path) -> None:
+    for seed in range(3):
+        write_run(tmp_path / f"a{seed}", seed=seed)
+    write_run(tmp_path / "b", "adamw_fused", losses=(4.0, 3.0), status="running")
+    verdict = only(compare([tmp_path]))
+    assert "target val/loss ≤ 2 still open for it" in verdict.sentences
+    assert "nan" not in verdict.text
+
+
+def test_failed_runs_have_no_speed_and_other_data_no_target(tmp_path: Path) -> None:
+    write_run(tmp_path / "a")
+    reason = "NonFiniteGradientError: all bad. Lower the learning rate"
+    write_run(tmp_path / "b", "adamw_fused", status="failed", reason=reason, losses=(4.0,), step_ms=1.0)
+    write_run(tmp_path / "c", "adamw_fused", "int8", data_hash="sha256:two", step_ms=1.0)
+    failed, other = compare([tmp_path], allow_different_data=True).verdicts
+    assert (failed.outcome, other.outcome) == ("failed", "incomparable")
+    assert "faster" not in failed.text
+    assert "(NonFiniteGradientError: all bad)" in failed.text  # the remarks have the rest
+    assert "target" not in other.text
