@@ -291,6 +291,7 @@ def draw(rows: list[dict[str, float]], path: Path) -> bool:
         axes.set_ylabel("MB")
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.25)
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(fontsize="small", frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     axes.set_xlabel("optimizer step")

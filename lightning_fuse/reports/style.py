@@ -64,7 +64,8 @@ svg .bar-label, svg .bar-value { fill: var(--text); }
     linear-gradient(to left, var(--panel) 24px, transparent) right / 56px 100% no-repeat local,
     linear-gradient(to left, var(--shade), transparent) right / 28px 100% no-repeat scroll, var(--panel); }
 table { border-collapse: collapse; font-size: 0.88rem; min-width: 100%; font-variant-numeric: tabular-nums; }
-th, td { padding: 7px 12px; border-bottom: 1px solid var(--grid); text-align: right; white-space: nowrap; }
+th, td { padding: 7px 12px; border-bottom: 1px solid var(--grid); text-align: right; white-space: nowrap;
+    vertical-align: top; }
 tbody tr:last-child > * { border-bottom: 0; }
 thead th { color: var(--soft); font-weight: 600; vertical-align: bottom; }
 .words { text-align: left; }
