@@ -109,6 +109,16 @@ def overlaps(tensor: Tensor) -> bool:
     return False
 
 
+def is_wrapped(tensor: Tensor) -> bool:
+    """Whether a tensor is a subclass that stands for other tensors, such as a DTensor."""
+    return shows_no_memory(type(tensor))
+
+
+def shows_no_memory(kind: type[Tensor]) -> bool:
+    """Whether tensors of a class stand for other tensors; see ``is_wrapped``."""
+    return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
 def check_fits(slot: Slot, grad: Tensor) -> None:
     """Refuses a gradient of another shape than its parameter: a kernel would read beside it.
 

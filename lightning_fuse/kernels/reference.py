@@ -1,25 +1,29 @@
 """The reference kernel: plain torch on any device. It defines the bits that every other kernel must give.
 
-It is written to be read, not to be fast: parameter by parameter, with temporary tensors of the parameter's size. On a
-GPU it reads the step counters and ``found_inf`` on the host.
+It is written to be read, not to be fast: parameter by parameter, and each in slices along dimension 0 of about 16,384
+elements, at least one row, so that temporary tensors do not grow with the parameter. Blocks lie inside rows, so a slice
+is stepped like a parameter of its own. On a GPU it reads the step counters and ``found_inf`` on the host.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import tee
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_fuse.formats.format import Place, decode_moments, encode_moments
-from lightning_fuse.formats.int8 import row_length
+from lightning_fuse.formats.format import Part, Place, decode_moments, encode_moments
+from lightning_fuse.formats.int8 import BLOCK, row_length
 from lightning_fuse.formats.master import canonical_nan
-from lightning_fuse.kernels.kernel import PARAM_DTYPES, Slot, StepKernel, Support, Work, check_fits
+from lightning_fuse.kernels.kernel import PARAM_DTYPES, Slot, StepKernel, Support, Work, check_fits, is_wrapped
 from lightning_fuse.kernels.pieces import piece_ends
 from lightning_fuse.rules.rule import LayerwiseRule, UpdateRule
 
+SLICE = 1 << 14  # elements stepped at a time, where rows are not longer
 SUM_LANES = 32  # running sums of a piece of at most 65,536 elements, whose float64 copy takes 512 KiB
 
 
@@ -78,36 +82,71 @@ def float32_scalars(rule: UpdateRule, group: Mapping[str, Any], step: int) -> di
 
 
 def _step_parameter(work: Work, step: int, scalars: Mapping[str, float], factor: Tensor | None) -> None:
-    slot, place = work.slot, Place(step, work.slot.index_start)
+    rule = work.slot.rule
+    if isinstance(rule, LayerwiseRule):
+        scalars = {**scalars, "trust": _trust(rule, work, scalars, factor)}
+    for part in _slices(work):
+        slot, place = part.slot, Place(step, part.slot.index_start)
+        weight, moments = rule.update(*_opened(part, factor), scalars)
+        if slot.master_tensors:
+            weight = canonical_nan(weight)
+        param, master = slot.master.split(weight, slot.param.dtype, place)
+        slot.param.copy_(param)
+        _overwrite(slot.master_tensors, master)
+        kinds, codecs = [stored.moment for stored in slot.moments], [stored.codec for stored in slot.moments]
+        for stored, parts in zip(slot.moments, encode_moments(kinds, codecs, moments, place), strict=True):
+            _overwrite(stored.tensors, parts)
+    work.slot.step.fill_(step)
+
+
+def _slices(work: Work) -> Iterator[Work]:
+    """One parameter's work cut along dimension 0; views of the same memory. A vector is cut between blocks."""
+    slot, shape = work.slot, tuple(work.slot.param.shape)
+    if slot.param.numel() <= SLICE or is_wrapped(slot.param):
+        yield work
+        return
+    row = math.prod(shape[1:])
+    length = max(1, SLICE // row) if len(shape) > 1 else SLICE // BLOCK * BLOCK
+    for begin in range(0, shape[0], length):
+        count = min(length, shape[0] - begin)
+        before, inside = (begin, *shape[1:]), (count, *shape[1:])
+        moments = tuple(
+            replace(m, tensors=_cut(m.tensors, m.codec.parts(before), m.codec.parts(inside))) for m in slot.moments
+        )
+        master = _cut(slot.master_tensors, slot.master.parts(before), slot.master.parts(inside))
+        param, start = slot.param.narrow(0, begin, count), slot.index_start + begin * row
+        part = replace(slot, param=param, moments=moments, master_tensors=master, index_start=start)
+        yield Work(part, work.grad.narrow(0, begin, count), work.group)
+
+
+def _cut(tensors: Sequence[Tensor], before: Sequence[Part], inside: Sequence[Part]) -> tuple[Tensor, ...]:
+    """Parts of the state of a slice, given those of all that lies before it."""
+    return tuple(
+        tensor.narrow(0, part.shape[0], own.shape[0]) for tensor, part, own in zip(tensors, before, inside, strict=True)
+    )
+
+
+def _opened(work: Work, factor: Tensor | None) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """Weight, gradient and moments of one slice as the rule takes them, float32."""
+    slot = work.slot
     grad = work.grad.to(torch.float32)
     if factor is not None:
         grad = grad * factor
     if work.group["maximize"]:
         grad = -grad
-    weight = slot.master.join(slot.param, slot.master_tensors)
     kinds, codecs = [stored.moment for stored in slot.moments], [stored.codec for stored in slot.moments]
     moments = decode_moments(kinds, codecs, [stored.tensors for stored in slot.moments])
-    if isinstance(slot.rule, LayerwiseRule):
-        scalars = {**scalars, "trust": _trust(slot.rule, weight, grad, moments, scalars)}
-    weight, moments = slot.rule.update(weight, grad, moments, scalars)
-    if slot.master_tensors:
-        weight = canonical_nan(weight)
-    param, master = slot.master.split(weight, slot.param.dtype, place)
-    slot.param.copy_(param)
-    _overwrite(slot.master_tensors, master)
-    for stored, parts in zip(slot.moments, encode_moments(kinds, codecs, moments, place), strict=True):
-        _overwrite(stored.tensors, parts)
-    slot.step.fill_(step)
+    return slot.master.join(slot.param, slot.master_tensors), grad, moments
 
 
-def _trust(
-    rule: LayerwiseRule, weight: Tensor, grad: Tensor, moments: Sequence[Tensor], scalars: Mapping[str, float]
-) -> float:
+def _trust(rule: LayerwiseRule, work: Work, scalars: Mapping[str, float], factor: Tensor | None) -> float:
     """The trust ratio as a float32 number; the norms of one parameter, in row-major order, are read on the host."""
-    norms = [
-        math.sqrt(add_up(ordered_sums(x.reshape(-1), row_length(x.shape)), x.device).item())
-        for x in rule.measured(weight, grad, moments, scalars)
-    ]
+    param = work.slot.param
+    ends = piece_ends(param.numel(), row_length(param.shape))
+    a, b = tee(rule.measured(*_opened(part, factor), scalars) for part in _slices(work))
+    both = zip(_pieces((own for own, _ in a), ends), _pieces((other for _, other in b), ends), strict=True)
+    sums = [(_piece_sum(own), _piece_sum(other)) for own, other in both]
+    norms = [math.sqrt(add_up([pair[which] for pair in sums], param.device).item()) for which in range(2)]
     return torch.tensor(rule.trust(norms[0], norms[1], scalars), dtype=torch.float64).to(torch.float32).item()
 
 
@@ -130,9 +169,18 @@ def ordered_sums(flat: Tensor, row: int) -> list[Tensor]:
     Returns:
         One float64 sum for each piece, 0-dimensional; to be added up one after the other.
     """
-    ends = piece_ends(flat.numel(), row)
-    sizes = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
-    return [_piece_sum(piece.to(torch.float64).square()) for piece in flat.split(sizes)] if sizes else []
+    return list(map(_piece_sum, _pieces([flat], piece_ends(flat.numel(), row))))
+
+
+def _pieces(parts: Iterable[Tensor], ends: Sequence[int]) -> Iterator[Tensor]:
+    """A tensor that comes in parts, flattened into pieces with the given ends."""
+    parts, held, begin = iter(parts), torch.empty(0), 0
+    for end in ends:
+        while held.numel() < end - begin:
+            more = next(parts).reshape(-1)
+            held = torch.cat((held, more)) if held.numel() else more
+        yield held[: end - begin]
+        held, begin = held[end - begin :], end
 
 
 def _as_it_lies(tensor: Tensor) -> Tensor:
@@ -141,7 +189,8 @@ def _as_it_lies(tensor: Tensor) -> Tensor:
     return tensor.detach().permute(order).reshape(-1)
 
 
-def _piece_sum(squares: Tensor) -> Tensor:
+def _piece_sum(piece: Tensor) -> Tensor:
+    squares = piece.to(torch.float64).square()
     whole = squares.numel() // SUM_LANES * SUM_LANES
     # A cumulative sum is the sequential one; torch's own sum would choose its order.
     lanes = squares[:whole].view(-1, SUM_LANES).cumsum(dim=0)[-1] if whole else squares.new_zeros(SUM_LANES)
@@ -152,7 +201,7 @@ def _piece_sum(squares: Tensor) -> Tensor:
     return lanes[0] + rest
 
 
-def add_up(partials: Sequence[Tensor], device: torch.device) -> Tensor:
+def add_up(partials: Iterable[Tensor], device: torch.device) -> Tensor:
     """Adds float64 numbers one after the other, from 0."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for partial in partials:

@@ -10,8 +10,19 @@ import torch
 from torch import Tensor
 
 from lightning_fuse.formats import MASTERS, STATE_FORMATS, StateFormat
-from lightning_fuse.kernels import AUTO, KERNELS, Slot, StoredMoment, Work, check_kernel_name, choose_kernel
+from lightning_fuse.kernels import (
+    AUTO,
+    KERNELS,
+    Slot,
+    StoredMoment,
+    Work,
+    check_kernel_name,
+    choose_kernel,
+    pieces,
+    reference,
+)
 from lightning_fuse.rules import RULES
+from tests.kernels import twins
 from tests.rules.rule_table import CASES
 
 KERNEL = KERNELS["reference"]
@@ -168,6 +179,28 @@ def test_the_smallest_shapes(shape: tuple[int, ...], state: str) -> None:
     assert slot.step.item() == 1
     # lr 0.01, decay 0.2, eps 0.02 as in the table of rules: 1 - 0.002 - 0.01 / 1.02
     torch.testing.assert_close(slot.param, torch.full(shape, 1 - 0.002 - 0.01 / 1.02))
+
+
+@pytest.mark.parametrize("shape", [(1000,), (9, 300), (3, 700), (700, 3), (5, 4, 130)])
+@pytest.mark.parametrize(
+    ("rule", "state", "master"), [("adamw", "int8", "split8"), ("lamb", "int8_bf16", "fp32"), ("lars", "int8", "none")]
+)
+def test_slices_give_the_bits_of_the_whole(
+    monkeypatch: pytest.MonkeyPatch, rule: str, state: str, master: str, shape: tuple[int, ...]
+) -> None:
+    """Slices of rows, or of blocks of a vector; norms of layer-wise rules are those of the whole, piece by piece."""
+    monkeypatch.setattr(pieces, "PIECE", 500)
+    found = []
+    for size in (1 << 40, 600, 128):
+        monkeypatch.setattr(reference, "SLICE", size)
+        whole = gradient(shape, 9).to(torch.bfloat16 if master != "none" else torch.float32)
+        param = whole.movedim(0, -1).contiguous().movedim(-1, 0)  # rows do not lie one after the other
+        slot = slot_of(rule, param, state, master)
+        for n in range(4):
+            KERNEL.step([Work(slot, gradient(shape, n), twins.GROUP)], torch.tensor(0.5), None)
+        found.append(snapshot(slot))
+    assert equal(found[0], found[1])
+    assert equal(found[0], found[2])
 
 
 def test_one_call_steps_several_with_their_own_settings_and_steps() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_fuse.kernels.cpu.plan import THREAD_GRAIN, Plan, SumPlan
 from lightning_fuse.kernels.cpu.shared_library import Library, load
 from lightning_fuse.kernels.cpu.tables import CODEC_IDS, DTYPE_IDS, MASTER_IDS, MAX_DIMS, RULE_IDS
-from lightning_fuse.kernels.kernel import Slot, StepKernel, Support, Work, overlaps
+from lightning_fuse.kernels.kernel import Slot, StepKernel, Support, Work, is_wrapped, overlaps, shows_no_memory
 from lightning_fuse.kernels.reference import ReferenceKernel
 
 HUGE_REGION = 1 << 22  # bytes from which a region is worth a request for huge pages, of 2 MiB each
@@ -91,7 +91,7 @@ class NativeKernel(StepKernel):
     def sum_of_squares(self, grads: Sequence[Tensor]) -> Tensor:
         """See ``StepKernel.sum_of_squares``."""
         kinds = set(map(type, grads))  # a few, of many gradients
-        if any(map(_shows_no_memory, kinds)) or max(map(torch.Tensor.dim, grads), default=0) > MAX_DIMS:
+        if any(map(shows_no_memory, kinds)) or max(map(torch.Tensor.dim, grads), default=0) > MAX_DIMS:
             return ReferenceKernel().sum_of_squares(grads)
         rows, layouts = self._sums.rows(grads)
         pieces, partial = self._sums.pieces, self._sums.partial
@@ -101,15 +101,6 @@ class NativeKernel(StepKernel):
         )
         del layouts  # alive until here: the rows point into it
         return torch.tensor(total, dtype=torch.float64)
-
-
-def is_wrapped(tensor: Tensor) -> bool:
-    """Whether a tensor is a subclass that stands for other tensors, such as a DTensor."""
-    return _shows_no_memory(type(tensor))
-
-
-def _shows_no_memory(kind: type[Tensor]) -> bool:
-    return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def zeros(size: int, dtype: torch.dtype) -> Tensor:
