@@ -84,7 +84,7 @@ class BestValue:
             "mode": self.mode,
             "value": self.value,
             "step": self.step,
-            "checkpoint": None if checkpoint is None else os.path.relpath(checkpoint),
+            "checkpoint": None if checkpoint is None else _from_here(checkpoint),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -231,3 +231,9 @@ def show_table(summary: RunSummary) -> None:
     for label, text in rows:
         table.add_row(label, Text(text))  # Text: brackets in a path are no markup
     Console().print(table)
+
+
+def _from_here(path: str) -> str:
+    """A path below the working folder as it is written there; one that is elsewhere is whole."""
+    relative = os.path.relpath(path)
+    return os.path.abspath(path) if relative.startswith(os.pardir) else relative

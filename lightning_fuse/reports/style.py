@@ -22,7 +22,8 @@ body { margin: 0; background: var(--paper); color: var(--text); line-height: 1.5
 main { max-width: 1160px; margin: 0 auto; padding: 28px 20px 60px; }
 h1 { font-size: 1.7rem; line-height: 1.2; margin: 0 0 8px; letter-spacing: -0.01em; }
 h2 { font-size: 1.15rem; margin: 40px 0 12px; }
-h3 { font-size: 1rem; margin: 0 0 6px; display: flex; align-items: center; gap: 8px; flex-wrap: wrap; }
+h3 { font-size: 1rem; margin: 0 0 6px; display: grid; grid-template-columns: auto minmax(0, 1fr) auto; gap: 8px;
+    align-items: center; overflow-wrap: anywhere; }
 p { margin: 0 0 8px; }
 .lead { color: var(--soft); max-width: 46em; }
 .lead strong { color: var(--text); font-weight: 600; }
@@ -61,8 +62,8 @@ svg .bar-label, svg .bar-value { fill: var(--text); }
 .skip { fill: none; stroke: var(--ink); stroke-width: 1.6; }
 /* A shade at the side on which more of a table can be scrolled to: it stands still, and what covers it moves. */
 .scroll { overflow-x: auto; border: 1px solid var(--rule); border-radius: 8px; background:
-    linear-gradient(to left, var(--panel) 24px, transparent) right / 56px 100% no-repeat local,
-    linear-gradient(to left, var(--shade), transparent) right / 28px 100% no-repeat scroll, var(--panel); }
+    linear-gradient(to left, var(--panel) 14px, transparent) right / 30px 100% no-repeat local,
+    linear-gradient(to left, var(--shade), transparent) right / 14px 100% no-repeat scroll, var(--panel); }
 table { border-collapse: collapse; font-size: 0.88rem; min-width: 100%; font-variant-numeric: tabular-nums; }
 th, td { padding: 7px 12px; border-bottom: 1px solid var(--grid); text-align: right; white-space: nowrap;
     vertical-align: top; }

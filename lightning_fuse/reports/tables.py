@@ -19,6 +19,7 @@ from lightning_fuse.reports.reading import Run
 from lightning_fuse.reports.verdict import show
 
 NONE = "–"
+MARKUP = str.maketrans({"|": "\\|", "<": "&lt;"})  # a folder's name is text in Markdown, too
 OUTCOME_COLOURS = {"same": "green", "better": "green", "worse": "red", "diverged": "red", "failed": "red"}
 TERMINAL_LEAVES_OUT = {
     "of training",
@@ -293,7 +294,11 @@ def _mean_range(spread: Spread) -> str:
 def _markdown_rows(table: Table) -> list[str]:
     shown = _without_empty(table)
     rule = [":--" if index in shown.text else "--:" for index in range(len(shown.heads))]
-    lines = [shown.heads, rule, *([cell.replace("|", "\\|") for cell in row] for row in shown.rows)]
+    lines = [
+        shown.heads,
+        rule,
+        *([cell.replace("|", "\\|").replace("<", "&lt;") for cell in row] for row in shown.rows),
+    ]
     return [f"| {' | '.join(cells)} |" for cells in lines]
 
 

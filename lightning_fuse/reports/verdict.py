@@ -288,7 +288,7 @@ def _signed(value: float) -> str:
 
 
 def _range(spread: Spread) -> str:
-    return f"{spread.low:.3g}–{spread.high:.3g}"
+    return f"{spread.low:.3g}" if spread.low == spread.high else f"{spread.low:.3g}–{spread.high:.3g}"
 
 
 def show(value: float) -> str:

@@ -102,6 +102,7 @@ def test_a_strange_name_stays_text(tmp_path: Path) -> None:
     assert faults_of(html) == []
     assert "<script>" not in html
     assert "<u>" not in html
+    assert "| &lt;b>&'x'" in markdown_text(compare([tmp_path]))
 
 
 def test_every_figure_is_there(comparison: Comparison) -> None:

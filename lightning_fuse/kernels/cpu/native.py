@@ -68,7 +68,7 @@ class NativeKernel(StepKernel):
         if not work:
             return
         slots, lazy, groups = zip(*work, strict=True)
-        grads = [grad.resolve_neg() for grad in lazy]
+        grads = [grad.resolve_neg() if grad.is_neg() else grad for grad in lazy]  # asking is no operator call
         if self._plan is None or not self._plan.fits(slots, grads, groups):
             self._plan = Plan(slots, grads, groups)
         plan = self._plan
