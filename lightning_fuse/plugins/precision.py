@@ -255,7 +255,10 @@ class FusePrecision(WrappedPrecision):
         if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
             if not self.contract.is_unscaled(optimizer):
                 self._unscale(optimizer)
-            torch.nn.utils.clip_grad_value_(self.main_params(optimizer), clip_val)
+            # torch's function refuses a list without a single gradient.
+            params = [p for p in self.main_params(optimizer) if p.grad is not None]
+            if params:
+                torch.nn.utils.clip_grad_value_(params, clip_val)
         elif self._folding:
             self._folded_clip = float(clip_val)
         else:

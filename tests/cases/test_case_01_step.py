@@ -82,6 +82,16 @@ def test_case_06_no_gradient_moves_nothing(fuse):
     assert (scale.value, scale.growth_counter) == (64.0, 2)
 
 
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+def test_case_06_no_gradient_and_clipping(algorithm, precision):
+    module, plugin = Four(sgd), half(64.0) if precision == "16-mixed" else precision
+    clip = {"gradient_clip_val": 0.5, "gradient_clip_algorithm": algorithm}
+    _, outcomes = train(module, batches(UNUSED, 1, UNUSED), Fuse(), precision=plugin, **clip)
+    assert outcomes.of("reason") == ["no_grad", "ok", "no_grad"]
+    assert module.w.tolist() == pytest.approx([1 - (0.25 if algorithm == "norm" else 0.5)] * 4, abs=1e-6)
+
+
 def test_case_06_stock_asserts():
     with pytest.raises(AssertionError, match="No inf checks"):
         train(Four(), batches(UNUSED), precision=half())
