@@ -82,3 +82,41 @@ def test_the_refusal_works() -> None:
     """An immediate contract does read, and is caught."""
     with pytest.raises(AssertionError, match="the host waited"):
         launch(StepContract(deferred=False), lambda c, o: None)
+
+
+class Counting(TorchDispatchMode):
+    """Counts the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("state", ["fp32", "int8"])
+def test_the_contract_runs_a_few_operators_whatever_the_number_of_parameters(
+    state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its 0.3 ms on the host go by, on any machine: ``scripts/bench_step.py --tasks overhead`` has the time."""
+    total = torch.tensor(1.0, dtype=torch.float64)
+    monkeypatch.setattr("lightning_fuse.step.verdict.sum_of_squares", lambda grads: total)
+    counts = []
+    for number in (3, 100):
+        params = [torch.nn.Parameter(torch.ones(4, 200)) for _ in range(number)]
+        optimizer, contract = FusedAdamW(params, lr=1e-2, state=state), StepContract(loss_scale=LossScale(1024.0))
+        optimizer._choose_kernel = lambda: LaunchOnly()  # type: ignore[assignment, return-value, method-assign]
+        for p in params:
+            p.grad = torch.ones_like(p)
+        for _ in range(2):  # state is allocated in the first
+            with Counting() as mode:
+                contract.scale(torch.tensor(1.0))
+                contract.contribute()
+                contract.step(optimizer, clip_norm=0.5, window=1)
+                contract.settle()
+        counts.append(mode.count)
+    assert counts[0] == counts[1] <= 30, counts
