@@ -102,9 +102,9 @@ sanitize: $(DEV_STAMP)
 	@if test -e '$(ASAN)' && test -e '$(UBSAN)'; then $(MAKE) --no-print-directory sanitized; \
 	else echo "sanitizers skipped: $(CXX) has no libasan and libubsan here"; fi
 
-# Leaks are Python's own affair.
+# Leaks are Python's own affair. A report goes to the file descriptor that pytest would else keep, and lose with the process.
 .PHONY: sanitized
 sanitized: $(SANITIZED)/lightning_fuse_cpu.so
 	LD_PRELOAD='$(ASAN) $(UBSAN)' ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	LIGHTNING_FUSE_CPU_LIBRARY=$(CURDIR)/$< \
-	$(BIN)/python -m pytest -p no:xdist $(SANITIZE_TESTS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -p no:xdist --capture=sys $(SANITIZE_TESTS) $(PYTEST_ARGS)
