@@ -59,7 +59,9 @@ def _draw_lines(axes: Axes, chart: LineChart) -> None:
     for line in chart.lines:
         xs, ys = [x for x, _ in line.points], [y for _, y in line.points]
         style: dict[str, Any] = {"color": _colour(line.colour), "linestyle": _dash(line.colour), "linewidth": 1.6}
-        if line.colour == 0:  # the baseline lies below, and is wide: a candidate that equals it is seen upon it
+        if (
+            line.colour == 0 and not line.stepped
+        ):  # the baseline lies below, and is wide: a candidate that equals it is seen upon it
             style |= {"linewidth": 4.0, "alpha": 0.6, "zorder": 1.5}
         style |= {"drawstyle": "steps-post" if line.stepped else "default", "marker": "o" if len(xs) == 1 else ""}
         label = line.label if line.label not in named else None

@@ -22,6 +22,7 @@ from lightning_fuse.records import (
     read_step_rows,
     read_summary,
 )
+from lightning_fuse.reports.shapes import manifest_shape, metric_shapes, step_shapes, summary_shape
 
 MANIFEST = "manifest.json"
 UNKNOWN = "unknown"
@@ -177,12 +178,14 @@ def read_run(folder: str | Path) -> Run:
         ValueError: The manifest is not one.
     """
     files = RunFolder(folder)
-    manifest = read_manifest(files.manifest)
+    manifest = manifest_shape(read_manifest(files.manifest), str(files.manifest))
     run = Run(files.path, manifest, _final_config(manifest))
-    run.summary = _tolerant(run, files.summary, read_summary, "no summary: it has not got far, or was removed")
-    rows = _tolerant(run, files.steps, lambda path: list(read_step_rows(path)), "no step rows") or []
+    nothing = "no summary: it has not got far, or was removed"
+    run.summary = _tolerant(run, files.summary, lambda path: summary_shape(read_summary(path)), nothing)
+    rows = _tolerant(run, files.steps, lambda path: step_shapes(list(read_step_rows(path))), "no step rows") or []
     _read_steps(run, rows)
-    _read_metrics(run, _tolerant(run, files.metrics, read_metrics, "no metrics") or [], rows)
+    table = _tolerant(run, files.metrics, lambda path: metric_shapes(read_metrics(path)), "no metrics") or []
+    _read_metrics(run, table, rows)
     run.checkpoint_bytes = _checkpoint_bytes(files)
     run.notes += _notes(run)
     return run
@@ -208,7 +211,7 @@ def _tolerant(run: Run, path: Path, read: Callable[[Path], Any], missing: str) -
         return read(path)
     except FileNotFoundError:
         run.notes.append(missing)
-    except ValueError as error:
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
         run.notes.append(f"{path.name} cannot be read: {error}")
     return None
 
@@ -272,14 +275,12 @@ def _read_metrics(run: Run, rows: Sequence[Mapping[str, Any]], steps: Sequence[M
 
 def _token_counter(config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Callable[[int], float | None]:
     """Step to tokens seen: every micro-batch of every window counts, of skipped steps too."""
-    data, trainer = config.get("data") or {}, config.get("trainer") or {}
-    batch = data.get("batch_size") if isinstance(data, Mapping) else None
-    if not isinstance(batch, int):
+    batch = _whole(config, "data", "batch_size", 0)
+    if not batch:
         return lambda step: None
-    devices = trainer.get("devices", 1)
-    ranks = (devices if isinstance(devices, int) and devices > 0 else 1) * int(trainer.get("num_nodes", 1))
-    each = batch * int(data.get("context") or 1) * ranks
-    window = int(trainer.get("accumulate_grad_batches", 1))
+    ranks = _whole(config, "trainer", "devices", 1) * _whole(config, "trainer", "num_nodes", 1)
+    each = batch * _whole(config, "data", "context", 1) * ranks
+    window = _whole(config, "trainer", "accumulate_grad_batches", 1)
     seen, total, last = {0: 0}, 0, 0
     for row in rows:
         if row.get("optimizer", 0) == 0:
@@ -287,6 +288,13 @@ def _token_counter(config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]])
             total += window * max(0, row["global_step"] - last - 1) + int(row.get("window_size") or window)
             seen[row["global_step"]], last = total, row["global_step"]
     return lambda step: float(each * seen.get(step, step * window))
+
+
+def _whole(config: Mapping[str, Any], group: str, key: str, other: int) -> int:
+    """A whole number from 1 of the configuration; ``other`` where it has none ("auto", a file of another program)."""
+    settings = config.get(group)
+    value = settings.get(key) if isinstance(settings, Mapping) else None
+    return value if isinstance(value, int) and value > 0 else other
 
 
 def _checkpoint_bytes(files: RunFolder) -> int | None:

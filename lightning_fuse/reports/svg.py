@@ -154,7 +154,7 @@ def _path(line: Line, x: Scale, y: Scale) -> str:
         return (
             f'<circle class="dot" cx="{places[0][0]:.1f}" cy="{places[0][1]:.1f}" r="3" {_ink(line)}>{title}</circle>'
         )
-    kind = "line" if line.colour else "line base"
+    kind = "line" if line.colour or line.stepped else "line base"  # a loss scale is a run's, not the baseline's
     return f'<path class="{kind}" d="{"".join(steps)}" {_ink(line)}>{title}</path>'
 
 

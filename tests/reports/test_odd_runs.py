@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -274,3 +275,53 @@ def test_a_run_knows_its_measures(tmp_path: Path) -> None:
     assert (run.optimizer_ms, run.checkpoint_bytes, run.state_bytes) == (3.0, 5000, 8000)
     assert run.step_ms == pytest.approx(25)
     assert run.notes == []
+
+
+SPOILT: list[tuple[str, tuple[str | int, ...], object]] = [
+    ("summary.json", ("target", "train_seconds"), []),
+    ("summary.json", ("target", "wall_seconds"), None),
+    ("summary.json", ("target",), 7.0),
+    ("summary.json", ("optimizers", 0, "state_bytes"), {"exp_avg": None}),
+    ("summary.json", ("wall_seconds",), "long"),
+    ("steps.jsonl", ("train_seconds",), {}),
+    ("steps.jsonl", ("global_step",), None),
+    ("steps.jsonl", ("optimizer_ms",), "x"),
+    ("metrics.csv", (), None),
+]
+
+
+@pytest.mark.parametrize(("name", "place", "value"), SPOILT)
+def test_a_file_of_another_shape_is_noted(
+    tmp_path: Path, name: str, place: tuple[str | int, ...], value: object
+) -> None:
+    """Valid JSON or CSV that no run writes: edited by hand, or another program's."""
+    write_run(tmp_path / "a")
+    folder = write_run(tmp_path / "b", "adamw_fused")
+    _spoil(folder / name, place, value)
+    comparison = compare([tmp_path])
+    assert any(note.startswith(f"b: {name} cannot be read") for note in comparison.notes), comparison.notes
+    markdown_text(comparison)
+
+
+@pytest.mark.parametrize("key", ["config", "hardware", "git", "resumed_from", "seed"])
+def test_a_manifest_of_another_shape_is_no_run(tmp_path: Path, key: str) -> None:
+    folder = write_run(tmp_path / "a")
+    _spoil(folder / "manifest.json", (key,), "x")
+    with pytest.raises(ValueError, match=f"{key} is 'x', expected"):
+        compare([tmp_path])
+
+
+def _spoil(path: Path, place: tuple[str | int, ...], value: object) -> None:
+    if path.suffix == ".csv":
+        head, first, *rest = path.read_text(encoding="utf-8").splitlines()
+        cells = first.split(",")
+        cells[head.split(",").index("train_seconds")] = ""
+        path.write_text("\n".join([head, ",".join(cells), *rest, ""]), encoding="utf-8")
+        return
+    first, *rest = path.read_text(encoding="utf-8").splitlines() if path.suffix == ".jsonl" else [path.read_text()]
+    entries = json.loads(first)
+    inner = entries
+    for step in place[:-1]:
+        inner = inner[step]
+    inner[place[-1]] = value
+    path.write_text("\n".join([json.dumps(entries), *rest, ""]), encoding="utf-8")
