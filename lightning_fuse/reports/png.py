@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 COLOURS = ("#3b3f46", "#0072b2", "#d55e00", "#009e73", "#b5539c", "#a67c00", "#4aa3df", "#7d4cc2")
 DASHES = ("-", "--", ":")
 DPI = 144
+FEW = 3  # labels that find a place among the curves
 # Names of the charts repeat for a metric with other characters; these are safe in any file system.
 SAFE = str.maketrans(dict.fromkeys('/\\:*?"<>| ', "-"))
 
@@ -43,7 +44,8 @@ def write_pngs(charts: Sequence[Chart], folder: Path) -> list[Path]:
     written = []
     for chart in charts:
         height = 3.6 if isinstance(chart, LineChart) else 0.9 + 0.42 * len(chart.bars)
-        figure = Figure(figsize=(6.4, height), dpi=DPI, layout="constrained")
+        width = 8.4 if isinstance(chart, LineChart) and len({line.label for line in chart.lines}) > FEW else 6.4
+        figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
         _draw_lines(axes, chart) if isinstance(chart, LineChart) else _draw_bars(axes, chart)
@@ -79,7 +81,10 @@ def _draw_lines(axes: Axes, chart: LineChart) -> None:
     axes.set_ylabel(chart.y)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=8, frameon=False)
+    beside: dict[str, Any] = (
+        {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)} if len(named) > FEW else {}
+    )  # many would hide curves
+    axes.legend(fontsize=8, frameon=False, **beside)
 
 
 def _draw_bars(axes: Axes, chart: BarChart) -> None:
