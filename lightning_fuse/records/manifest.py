@@ -159,7 +159,7 @@ def config_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[
     Returns:
         Dotted key to ``[before, after]``; a key that one side lacks has None there.
     """
-    flat_before, flat_after = _flat(before), _flat(after)
+    flat_before, flat_after = flattened(before), flattened(after)
     keys = sorted({*flat_before, *flat_after})
     return {k: [flat_before.get(k), flat_after.get(k)] for k in keys if flat_before.get(k) != flat_after.get(k)}
 
@@ -244,11 +244,20 @@ def _memory_bytes() -> int | None:
         return None
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings by their dotted names.
+
+    Args:
+        config: Nested settings.
+        prefix: What stands before each name.
+
+    Returns:
+        One entry per leaf; an empty mapping is a leaf.
+    """
     flat: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
-            flat.update(_flat(value, f"{prefix}{key}."))
+            flat.update(flattened(value, f"{prefix}{key}."))
         else:
             flat[f"{prefix}{key}"] = value
     return flat

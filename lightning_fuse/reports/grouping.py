@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_fuse.records.manifest import flattened
 from lightning_fuse.registry import unknown_name
 from lightning_fuse.reports.reading import Run, word
 
@@ -163,7 +164,7 @@ def _words(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    flat = _flat(config, "")
+    flat = flattened(config)
     named = {f"{name}.{key}" if key else name for name, key in WORDS.items()}
     return {
         key: value
@@ -173,16 +174,6 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
         and not any(key == name or key.startswith(f"{name}.") for name in WATCHING)
         and not key.startswith("recipe.takes.")
     }
-
-
-def _flat(config: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            flat.update(_flat(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def _labels(groups: Sequence[Group]) -> list[str]:
