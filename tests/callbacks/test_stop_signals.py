@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,14 @@ class Struck(Net):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._at("save")
+
+
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """A shell starts background jobs with SIGINT ignored, and Python leaves it so: these tests want it heard."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def callbacks(folder: Path) -> list[Any]:
