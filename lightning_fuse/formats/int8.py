@@ -20,8 +20,8 @@ Unsigned (second moment), one uint8 per element, for a block of values v, r = sq
     code = min(255, floor(sqrt(r) * (255 / s) + d))    and never 0 for v > 0
     root = (code * code) * ((s * s) / 255^2),  v' = root * root
 
-or, in a *wide* block, where at least an eighth of these codes that are not 0 are below 32 (r < s^2 / 64), logarithmic
-codes, on the levels L(n) = 2^(n/16), with L(n) <= r < L(n + 1) and L(top) = s^2::
+or, in a *wide* block, where at least an eighth of the elements that are not 0 have r < s^2 / 64, logarithmic codes, on
+the levels L(n) = 2^(n/16), with L(n) <= r < L(n + 1) and L(top) = s^2::
 
     -s                                           stored: the sign bit is the kind
     code = n + floor((r - L(n)) / (L(n + 1) - L(n)) + d) - top + 255    clamped to [1, 255], and 0 for v = 0
@@ -62,9 +62,9 @@ from lightning_fuse.rules.rule import divide, sqrt
 
 BLOCK = 128  # elements per scale
 
-# A block is wide where one code in WIDE_SHARE is below this one: there a step of the fourth root (33^2 / 32^2 = 1.063)
-# is coarser than a level (2^(1/16) = 1.044).
-WIDE_BELOW = 32
+# A block is wide where one in WIDE_SHARE lies this many levels below the top: there a step of the fourth root (code 32
+# of 255: 33^2 / 32^2 = 1.063) is coarser than a level (2^(1/16) = 1.044).
+WIDE_LEVELS = 96
 WIDE_SHARE = 8
 
 # Mantissa bits of 2^(k/16), k = 0..16, rounded to float32; 2^(16/16) carries into the exponent.
@@ -130,9 +130,10 @@ class Int8Unsigned(Codec):
         dither = _block_dither(values, place, PHASE_UNSIGNED)
         code = torch.floor(fourth * per_unit.unsqueeze(-1) + dither)
         code = torch.where(roots > 0, code.clamp(1.0, 255.0), 0.0)
-        wide = _is_wide(code)
+        top = top_level(scale)
+        wide = _is_wide(roots, top)
         if wide.any():
-            levels = _level_codes(roots, top_level(scale), dither)
+            levels = _level_codes(roots, top, dither)
             code = torch.where(wide.unsqueeze(-1) & (roots > 0), levels, code)
         scale = torch.where(wide, -scale, scale)
         return from_blocks(code, values.shape).to(torch.uint8), scale.view(scale_shape(values.shape))
@@ -165,17 +166,18 @@ class Int8Unsigned(Codec):
         return ""
 
 
-def _is_wide(code: Tensor) -> Tensor:
-    """Whether an eighth of the fourth-root codes that are not zero in a block are small; a count has no order.
+def _is_wide(roots: Tensor, top: Tensor) -> Tensor:
+    """Whether an eighth of what is not zero in a block lies below 1/64 of its top level; a count has no order.
 
     Args:
-        code: float32, whole numbers in [0, 255], [..., 128].
+        roots: float32, [..., 128].
+        top: Number of the top level, int64, [...].
 
     Returns:
         bool, [...].
     """
-    small = ((code > 0) & (code < WIDE_BELOW)).sum(dim=-1)
-    return WIDE_SHARE * small >= (code > 0).sum(dim=-1).clamp(min=1)
+    small = ((roots > 0) & (roots < level(top - WIDE_LEVELS).unsqueeze(-1))).sum(dim=-1)
+    return WIDE_SHARE * small >= (roots > 0).sum(dim=-1).clamp(min=1)
 
 
 def _level_codes(roots: Tensor, top: Tensor, dither: Tensor) -> Tensor:

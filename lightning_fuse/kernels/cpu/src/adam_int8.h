@@ -45,17 +45,20 @@ inline int32_t drop_not_finite(float* values, int count) {
     return static_cast<int32_t>(bits_of(largest_magnitude(values, count)));
 }
 
-// Encodes both moments of one block. `word` is the dither word of the second moment's first element; the first moment's
-// is half a turn further.
-inline void encode_block(
+// Encodes both moments of one block; returns whether it is wide. `word` is the dither word of the second moment's first
+// element; the first moment's is half a turn further.
+inline bool encode_block(
     const float* __restrict quotients, int8_t* __restrict m_codes, float m_per_unit, const float* __restrict roots,
-    uint8_t* __restrict v_codes, float v_per_unit, int count, uint32_t word) {
+    uint8_t* __restrict v_codes, float v_per_unit, float v_limit, int count, uint32_t word) {
+    int32_t share = 0;
     for (int i = 0; i < count; ++i) {
+        share += wide_share(roots[i], v_limit);
         const uint32_t here = word + static_cast<uint32_t>(i) * kIndexStride;
         v_codes[i] = static_cast<uint8_t>(unsigned_code(std::sqrt(roots[i]), v_per_unit, here));
         const float half = std::sqrt(std::fabs(quotients[i]));
         m_codes[i] = signed_code(std::copysign(half, quotients[i]), m_per_unit, here ^ (kPhaseSigned - kPhaseUnsigned));
     }
+    return share >= 0;
 }
 
 template <class R>
@@ -99,9 +102,10 @@ void update_int8(
     }
     each_block(span, [&](int at, int length, int b) {
         const uint32_t word = first + static_cast<uint32_t>(at) * kIndexStride;
-        encode_block(
-            quotients + at, m_codes + at, m_unit[b], roots + at, v_codes + at, v_unit[b], length, word);
-        if (is_wide(v_codes + at, length)) {
+        const bool wide = encode_block(
+            quotients + at, m_codes + at, m_unit[b], roots + at, v_codes + at, v_unit[b], wide_limit(v_scale[b]), length,
+            word);
+        if (wide && v_scale[b] > 0.0f) {
             encode_levels(roots + at, v_codes + at, length, v_scale[b], word);
             v_scale[b] = -v_scale[b];
         }

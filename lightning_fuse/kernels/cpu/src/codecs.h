@@ -73,7 +73,7 @@ inline float largest_magnitude(const float* x, int count) {
 constexpr uint32_t kMantissas[17] = {
     0x000000, 0x05AAC3, 0x0B95C2, 0x11C3D3, 0x1837F0, 0x1EF532, 0x25FED7, 0x2D583F, 0x3504F3,
     0x3D08A4, 0x45672A, 0x4E248C, 0x5744FD, 0x60CCDF, 0x6AC0C7, 0x75257D, 0x800000};
-constexpr uint8_t kWideBelow = 32;
+constexpr int kWideLevels = 96;
 constexpr int kWideShare = 8;
 constexpr int32_t kLevelOfOne = 16 * 127;
 
@@ -98,14 +98,12 @@ inline int32_t top_level(float scale) {
     return (static_cast<int32_t>(bits >> 23) - 127) * 32 + eighths * 4 + kLevelOfOne;
 }
 
-// Whether an eighth of the fourth-root codes of a block that are not zero are small.
-inline bool is_wide(const uint8_t* __restrict codes, int count) {
-    uint8_t small = 0, live = 0;  // 128 at most
-    for (int i = 0; i < count; ++i) {
-        small += static_cast<uint8_t>(codes[i] - 1) < kWideBelow - 1;
-        live += codes[i] != 0;
-    }
-    return live > 0 && kWideShare * small >= live;
+// A block is wide where an eighth of what is not zero in it lies below 1/64 of its top level: where the sum of these
+// shares is not negative, and something is there.
+inline float wide_limit(float scale) { return level(top_level(scale) - kWideLevels); }
+inline int32_t wide_share(float root, float limit) {
+    const int32_t bits = static_cast<int32_t>(bits_of(root)), side = root < limit ? kWideShare - 1 : -1;
+    return bits > 0 ? side : 0;
 }
 
 // One code. What is truncated is never negative, so truncating is rounding down.
@@ -186,12 +184,14 @@ inline void encode_levels(const float* __restrict roots, uint8_t* __restrict cod
 
 // From roots, all of them finite; returns the scale to store.
 inline float encode_roots(const float* __restrict roots, uint8_t* __restrict codes, int count, float scale, uint32_t word) {
-    const float per_unit = scale > 0.0f ? 255.0f / scale : 0.0f;
+    const float per_unit = scale > 0.0f ? 255.0f / scale : 0.0f, limit = wide_limit(scale);
+    int32_t share = 0;
     for (int i = 0; i < count; ++i) {
         const uint32_t here = word + static_cast<uint32_t>(i) * kIndexStride;
         codes[i] = static_cast<uint8_t>(unsigned_code(std::sqrt(roots[i]), per_unit, here));
+        share += wide_share(roots[i], limit);
     }
-    if (!is_wide(codes, count)) return scale;
+    if (share < 0 || !(scale > 0.0f)) return scale;
     encode_levels(roots, codes, count, scale, word);
     return -scale;
 }
