@@ -284,8 +284,12 @@ def version(package: str) -> str:
         return ""
 
 
-def main() -> None:
-    """Measures, prints and appends."""
+def main(words: Sequence[str] | None = None) -> None:
+    """Measures, prints and appends.
+
+    Args:
+        words: Of the command line; None takes them from there.
+    """
     known = tasks()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=[*known, OVERHEAD], default=[*known, OVERHEAD])
@@ -294,7 +298,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--output", type=Path, default=OUTPUT)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     torch.set_num_threads(arguments.threads if arguments.clock == "wall" else 1)
     rows = [
         row

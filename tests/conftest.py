@@ -44,6 +44,7 @@ def run_python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]
 
     def run(*arguments: str, timeout: float = 240.0) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environment.pop("WANDB_SERVICE", None)  # of a test in this process: its server would get the child's run
         return subprocess.run(
             [sys.executable, *arguments],
             cwd=tmp_path,
