@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,21 +11,11 @@ import torch
 
 from lightning_fuse.records import read_metrics, read_step_rows, read_summary
 from tests.composing import ROOT
+from tests.resuming import equal
 
 KILLS = 50
 RESULT = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "FusePrecision")
 TIMES = ("ms", "sec", "per_s")  # of what the clock decides
-
-
-def equal(left: Any, right: Any) -> bool:
-    """Bit for bit, through all containers."""
-    if isinstance(left, torch.Tensor):
-        return left.dtype == right.dtype and torch.equal(left, right)
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(equal(left[key], right[key]) for key in left)
-    if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(itertools.starmap(equal, zip(left, right, strict=True)))
-    return left == right
 
 
 def timeless(rows: Any) -> list[dict[str, Any]]:
