@@ -18,20 +18,6 @@ from lightning_fuse.optim import FusedOptimizer
 pytestmark = pytest.mark.skipif(bool(KERNELS["native"].missing()), reason=KERNELS["native"].missing())
 
 
-@pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch) -> list[plan.Plan]:
-    """Every plan that is built while the test runs."""
-    found: list[plan.Plan] = []
-
-    class Watched(plan.Plan):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            found.append(self)
-
-    monkeypatch.setattr(native, "Plan", Watched)
-    return found
-
-
 def pair(make: type[FusedOptimizer] = FusedAdamW, **settings: Any) -> list[tuple[list[Parameter], FusedOptimizer]]:
     """The same parameters under the native kernel and under the reference."""
     found = []

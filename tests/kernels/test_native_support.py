@@ -7,7 +7,6 @@ import time
 import warnings
 from collections.abc import Callable
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -157,20 +156,6 @@ def test_a_step_takes_no_memory_of_the_parameters_size() -> None:
         optimizer.step()
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown * 1024 < p.nbytes / 100
-
-
-@pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch) -> list[plan.Plan]:
-    """Every plan that is built while the test runs."""
-    found: list[plan.Plan] = []
-
-    class Watched(plan.Plan):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            found.append(self)
-
-    monkeypatch.setattr(native, "Plan", Watched)
-    return found
 
 
 def test_a_plan_is_built_when_and_only_when_something_changed(built: list[plan.Plan]) -> None:
