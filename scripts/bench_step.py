@@ -18,7 +18,6 @@ are at work too, the table says so.
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import platform
 import statistics
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from bench_rows import append_rows
 from contract_overhead import append_overhead, measure_overhead, show_overhead
 from rich.console import Console
 from rich.table import Table
@@ -239,17 +239,13 @@ def show(rows: Sequence[Measured], clock: str) -> None:
 
 def append(rows: Sequence[Measured], path: Path, clock: str) -> None:
     """Appends rows with what they were measured on."""
-    described = about(clock)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = not path.exists()
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [*Measured._fields, *described])
-        if fresh:
-            writer.writeheader()
-        for row in rows:
-            numbers = {"ns_per_element": f"{row.ns_per_element:.4f}", "ratio": f"{row.ratio:.3f}"}
-            floor = "" if row.floor_percent is None else f"{row.floor_percent:.1f}"
-            writer.writerow({**row._asdict(), **numbers, "floor_percent": floor, **described})
+
+    def line(row: Measured) -> dict[str, Any]:
+        numbers = {"ns_per_element": f"{row.ns_per_element:.4f}", "ratio": f"{row.ratio:.3f}"}
+        floor = "" if row.floor_percent is None else f"{row.floor_percent:.1f}"
+        return {**row._asdict(), **numbers, "floor_percent": floor}
+
+    append_rows(map(line, rows), about(clock), path)
 
 
 def about(clock: str) -> dict[str, Any]:

@@ -8,13 +8,13 @@ figure is the best of many rounds of one thread's CPU time: neighbours on the ma
 
 from __future__ import annotations
 
-import csv
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from bench_rows import append_rows
 from rich.console import Console
 from rich.table import Table
 from torch.nn import Parameter
@@ -68,16 +68,8 @@ def show_overhead(rows: list[Overhead]) -> None:
 
 def append_overhead(rows: list[Overhead], path: Path, about: dict[str, Any]) -> None:
     """Appends rows with what they were measured on."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = not path.exists()
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [*Overhead._fields, *about])
-        if fresh:
-            writer.writeheader()
-        for row in rows:
-            writer.writerow(
-                {**row._asdict(), "host_ms": f"{row.host_ms:.4f}", "kernels_ms": f"{row.kernels_ms:.4f}", **about}
-            )
+    lines = ({**row._asdict(), "host_ms": f"{row.host_ms:.4f}", "kernels_ms": f"{row.kernels_ms:.4f}"} for row in rows)
+    append_rows(lines, about, path)
 
 
 def _measure(state: str, scaled: bool, rounds: int) -> Overhead:
