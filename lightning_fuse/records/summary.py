@@ -173,7 +173,7 @@ def _optimizer_rows(optimizer: OptimizerSummary) -> list[tuple[str, str]]:
     rows = [("optimizer", optimizer.describe())]
     total, parameters = optimizer.total_bytes, optimizer.parameters
     each = total / max(1, parameters)
-    rows.append(("state bytes", f"{each:.2f} per parameter, {_size(total)} for {parameters:,} parameters"))
+    rows.append(("state bytes", f"{each:.2f} per parameter, {size(total)} for {parameters:,} parameters"))
     if optimizer.master is not None:
         rows.append(("master weights", optimizer.master))
     return rows
@@ -182,9 +182,9 @@ def _optimizer_rows(optimizer: OptimizerSummary) -> list[tuple[str, str]]:
 def _cost_rows(summary: RunSummary) -> list[tuple[str, str]]:
     rows = []
     if summary.peak_memory_bytes is not None:
-        rows.append(("peak memory", f"{_size(summary.peak_memory_bytes)} of the process"))
+        rows.append(("peak memory", f"{size(summary.peak_memory_bytes)} of the process"))
     if summary.peak_gpu_bytes is not None:
-        rows.append(("peak GPU memory", _size(summary.peak_gpu_bytes)))
+        rows.append(("peak GPU memory", size(summary.peak_gpu_bytes)))
     if summary.tokens_per_s is not None:
         rows.append(("tokens/s", f"{summary.tokens_per_s:,.0f}"))
     if summary.optimizer_ms is not None:
@@ -203,9 +203,9 @@ def _checkpoint_rows(cost: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = []
     if cost["saves"]:
         each = f"{cost['save_seconds'] / cost['saves']:.2f} s each"
-        rows.append(("checkpoints", f"{_size(cost['bytes'])}, {cost['saves']:,} saved, {each}"))
+        rows.append(("checkpoints", f"{size(cost['bytes'])}, {cost['saves']:,} saved, {each}"))
     if cost["load_bytes"]:
-        rows.append(("resumed", f"from {_size(cost['load_bytes'])} in {cost['load_seconds']:.2f} s"))
+        rows.append(("resumed", f"from {size(cost['load_bytes'])} in {cost['load_seconds']:.2f} s"))
     return rows
 
 
@@ -238,7 +238,7 @@ def _skips(skips: Mapping[str, int]) -> str:
     return f"{total:,} skipped ({', '.join(f'{reason} {count:,}' for reason, count in sorted(skips.items()))})"
 
 
-def _size(count: float) -> str:
+def size(count: float) -> str:
     """Bytes in the unit that leaves a number below 1024."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:

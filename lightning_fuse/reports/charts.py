@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from lightning_fuse.records.summary import size
 from lightning_fuse.reports.comparison import Comparison
 from lightning_fuse.reports.evidence import BAND_WIDTH, curve, spread_of, value_at_step, witnesses
 from lightning_fuse.reports.grouping import Group
 from lightning_fuse.reports.measures import Target, target_of
 from lightning_fuse.reports.reading import Run
-from lightning_fuse.reports.tables import milliseconds, size
+from lightning_fuse.reports.tables import milliseconds
 
 LOG_FROM = 8.0  # ratio of the largest to the smallest value at which a logarithmic axis shows more
 MARKS = 200  # skips drawn per chart at most

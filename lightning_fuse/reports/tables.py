@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_fuse.records.summary import size
 from lightning_fuse.reports.comparison import Comparison
 from lightning_fuse.reports.evidence import Spread, spread_of, witnesses
 from lightning_fuse.reports.grouping import Group
@@ -216,15 +217,6 @@ def print_comparison(comparison: Comparison) -> None:
 def shown_columns(table: Table) -> list[int]:
     """Indices of the columns in which some row has something, and of the first."""
     return [i for i in range(len(table.heads)) if i == 0 or any(row[i] != NONE for row in table.rows)]
-
-
-def size(count: float) -> str:
-    """Bytes in the unit that leaves a number below 1024."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
 
 
 def milliseconds(value: float) -> str:
