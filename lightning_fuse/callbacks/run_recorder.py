@@ -45,6 +45,7 @@ from lightning_fuse.records import (
     build_manifest,
     read_metrics,
     read_step_rows,
+    summary_table,
     write_manifest,
     write_summary,
 )
@@ -268,7 +269,7 @@ class RunRecorder(Callback):
         summary.last_checkpoint = None if newest is None else str(newest.path)
         write_summary(self.folder.summary, summary)
         if self.table and status != "failed":
-            show_table(summary)
+            show_table("lightning_fuse run", summary_table(summary))
 
     def _summary(self, trainer: pl.Trainer, status: str, reason: str | None) -> RunSummary:
         word = self.config.get("optimizer")

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_fuse.callbacks.step_monitor import state_bytes
 from lightning_fuse.callbacks.time_to_target import TimeToTarget
 from lightning_fuse.plugins.atomic_checkpoint import AtomicCheckpointIO
-from lightning_fuse.records import OptimizerSummary, RunSummary, summary_table
+from lightning_fuse.records import OptimizerSummary
 
 # Class name to the word the user types.
 WORDS = {
@@ -214,9 +214,13 @@ def optimizer_share(trainer: pl.Trainer, step_ms: Sequence[float], train_seconds
     return min(1.0, sum(step_ms) / 1e3 / train_seconds)
 
 
-def show_table(summary: RunSummary) -> None:
-    """Prints a summary as a table; plain text where rich is missing."""
-    rows = summary_table(summary)
+def show_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
+    """Prints labels and texts as a table; plain text where rich is missing.
+
+    Args:
+        title: Stands above it.
+        rows: Label and text of each line.
+    """
     try:
         from rich.console import Console
         from rich.table import Table
@@ -225,7 +229,7 @@ def show_table(summary: RunSummary) -> None:
         width = max(len(label) for label, _ in rows)
         print("\n".join(f"{label:<{width}}  {text}" for label, text in rows))
         return
-    table = Table(show_header=False, title="lightning_fuse run", title_justify="left")
+    table = Table(show_header=False, title=title, title_justify="left")
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for label, text in rows:

@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.profiler import record_function
 
 from lightning_fuse.callbacks.profile_trace import AFTER_BACKWARD, STEP_RANGE, Digest, Trace, busy, digest
+from lightning_fuse.callbacks.run_result import show_table
 from lightning_fuse.callbacks.step_monitor import state_bytes
 from lightning_fuse.callbacks.target_history import BatchCounter
 from lightning_fuse.plugins.precision import contract_of
@@ -311,18 +312,5 @@ def profile_rows(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def show_profile(figures: Mapping[str, Any]) -> None:
-    """Prints the figures as a table; plain text where rich is missing."""
-    rows = profile_rows(figures)
-    try:
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError:
-        print("\n".join(f"{label:<22}  {text}" for label, text in rows))
-        return
-    table = Table(show_header=False, title="where the time goes", title_justify="left")
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for label, text in rows:
-        table.add_row(label, Text(text))
-    Console().print(table)
+    """Prints the figures as a table."""
+    show_table("where the time goes", profile_rows(figures))
