@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import tee
 from typing import Any
 
 import torch
@@ -143,10 +142,9 @@ def _trust(rule: LayerwiseRule, work: Work, scalars: Mapping[str, float], factor
     """The trust ratio as a float32 number; the norms of one parameter, in row-major order, are read on the host."""
     param = work.slot.param
     ends = piece_ends(param.numel(), row_length(param.shape))
-    a, b = tee(rule.measured(*_opened(part, factor), scalars) for part in _slices(work))
-    both = zip(_pieces((own for own, _ in a), ends), _pieces((other for _, other in b), ends), strict=True)
-    sums = [(_piece_sum(own), _piece_sum(other)) for own, other in both]
-    norms = [math.sqrt(add_up([pair[which] for pair in sums], param.device).item()) for which in range(2)]
+    both = (torch.stack(rule.measured(*_opened(part, factor), scalars)).flatten(1) for part in _slices(work))
+    sums = add_up((torch.stack(list(map(_piece_sum, piece))) for piece in _pieces(both, ends)), param.device)
+    norms = sums.sqrt().expand(2).tolist()  # of an empty parameter there is one sum, 0
     return torch.tensor(rule.trust(norms[0], norms[1], scalars), dtype=torch.float64).to(torch.float32).item()
 
 
@@ -173,14 +171,14 @@ def ordered_sums(flat: Tensor, row: int) -> list[Tensor]:
 
 
 def _pieces(parts: Iterable[Tensor], ends: Sequence[int]) -> Iterator[Tensor]:
-    """A tensor that comes in parts, flattened into pieces with the given ends."""
+    """Vectors, or rows of several side by side, that come in parts, cut into pieces with the given ends."""
     parts, held, begin = iter(parts), torch.empty(0), 0
     for end in ends:
-        while held.numel() < end - begin:
-            more = next(parts).reshape(-1)
-            held = torch.cat((held, more)) if held.numel() else more
-        yield held[: end - begin]
-        held, begin = held[end - begin :], end
+        while held.shape[-1] < end - begin:
+            more = next(parts)
+            held = torch.cat((held, more), dim=-1) if held.shape[-1] else more
+        yield held[..., : end - begin]
+        held, begin = held[..., end - begin :], end
 
 
 def _as_it_lies(tensor: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -50,12 +51,21 @@ LINUX = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="m
 NATIVE = pytest.mark.skipif(bool(KERNELS["native"].missing()), reason=KERNELS["native"].missing())
 
 
-def growth(make: str, settings: dict[str, object], dtype: str, kernel: str, piece: int = SLICE) -> float:
-    """Growth of the peak in two steps, as a share of the parameters; ``piece`` elements at a time in the reference."""
+# The reference's temporary tensors: some two dozen slices of 16,384 float32, and a piece of 65,536 in float64.
+TEMPORARY = {"native": 0, "reference": 3 << 20}
+
+
+def growth(make: str, settings: dict[str, object], dtype: str, kernel: str, piece: int = SLICE) -> tuple[int, int]:
+    """Bytes by which the peak grew in two steps, and those of the parameters; the reference takes ``piece`` elements.
+
+    The allocator gives what is free back at once, as it does for any block of 128 KiB or more until it learns not to:
+    else the peak is the luck of where temporary tensors found room.
+    """
     arguments = [sys.executable, "-c", SCRIPT, make, repr(settings), dtype, kernel, str(piece)]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=True, timeout=250)
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 17)}
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True, timeout=250)
     grown, held = map(int, done.stdout.split())
-    return grown / held
+    return grown, held
 
 
 @LINUX
@@ -72,14 +82,16 @@ def growth(make: str, settings: dict[str, object], dtype: str, kernel: str, piec
 def test_a_step_takes_no_memory_of_the_parameters_size(
     make: str, settings: dict[str, object], dtype: str, kernel: str
 ) -> None:
-    assert growth(make, settings, dtype, kernel) < 0.01
+    grown, held = growth(make, settings, dtype, kernel)
+    assert grown < TEMPORARY[kernel] + 0.01 * held
 
 
 @LINUX
 @pytest.mark.slow
 def test_the_measurement_sees_a_copy() -> None:
     """The control: the reference without slices makes temporaries of a parameter's size."""
-    assert growth("FusedSGD", {}, "float32", "reference", piece=1 << 40) > 0.5
+    grown, held = growth("FusedSGD", {}, "float32", "reference", piece=1 << 40)
+    assert grown > 0.5 * held
 
 
 MAKERS: dict[str, tuple[Callable[..., FusedOptimizer], int]] = {
