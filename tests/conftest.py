@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Before torch is imported, and inherited by the processes that tests start. Tests run side by side, one core each;
@@ -27,6 +28,14 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 def _fixed_seed() -> None:
     """Every test starts from the same random state, whatever ran before it in the same process."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell starts background jobs with SIGINT ignored, for them and what they start: here it is heard again."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

@@ -78,6 +78,7 @@ def test_a_run_killed_twice_ends_as_one_that_was_not(state: str, tmp_path: Path)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize(
     ("number", "times", "code", "words"),
     [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from lightning_fuse.records import find_checkpoint
 from tests.callbacks.resume_runs import Net, differences, fingerprint, fit, loader
 
 SETTINGS: dict[str, Any] = {"max_epochs": 3, "accumulate_grad_batches": 2, "val_check_interval": 3}
+pytestmark = pytest.mark.usefixtures("interruptible")
 ENDS = {signal.SIGTERM: SIGTERMException, signal.SIGINT: SystemExit}
 
 
@@ -45,14 +45,6 @@ class Struck(Net):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._at("save")
-
-
-@pytest.fixture(autouse=True)
-def interruptible() -> Iterator[None]:
-    """A shell starts background jobs with SIGINT ignored, and Python leaves it so: these tests want it heard."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def callbacks(folder: Path) -> list[Any]:
