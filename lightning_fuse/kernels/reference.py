@@ -142,8 +142,9 @@ def _trust(rule: LayerwiseRule, work: Work, scalars: Mapping[str, float], factor
     """The trust ratio as a float32 number; the norms of one parameter, in row-major order, are read on the host."""
     param = work.slot.param
     ends = piece_ends(param.numel(), row_length(param.shape))
-    both = (torch.stack(rule.measured(*_opened(part, factor), scalars)).flatten(1) for part in _slices(work))
-    sums = add_up((torch.stack(list(map(_piece_sum, piece))) for piece in _pieces(both, ends)), param.device)
+    measured = (rule.measured(*_opened(part, factor), scalars) for part in _slices(work))
+    pieces = _pieces((torch.stack([tensor.reshape(-1) for tensor in both]) for both in measured), ends)
+    sums = add_up((torch.stack(list(map(_piece_sum, piece))) for piece in pieces), param.device)
     norms = sums.sqrt().expand(2).tolist()  # of an empty parameter there is one sum, 0
     return torch.tensor(rule.trust(norms[0], norms[1], scalars), dtype=torch.float64).to(torch.float32).item()
 
