@@ -28,7 +28,7 @@ from lightning_fuse.optim import state_io
 from lightning_fuse.optim.load_options import LoadOptions, LoadReport
 from lightning_fuse.optim.regions import Request, allocate
 from lightning_fuse.optim.selection import Selection, StateSpec
-from lightning_fuse.optim.settings import check_gradient, check_parameter, plain_numbers
+from lightning_fuse.optim.settings import check_apart, check_gradient, check_parameter, plain_numbers
 from lightning_fuse.rules.rule import UpdateRule
 
 _GRAD, _LAYOUT, _DTYPE = attrgetter("grad"), attrgetter("layout"), attrgetter("dtype")
@@ -143,7 +143,8 @@ class FusedOptimizer(Optimizer):
 
         Raises:
             TypeError: A parameter is not a dense float32, bfloat16 or float16 tensor.
-            ValueError: A hyperparameter cannot be used, a parameter is there twice, or a format is unknown.
+            ValueError: A hyperparameter cannot be used, a parameter or its memory is there twice, or a format is
+                unknown.
         """
         known = self.known_names
         if known is not None and "param_names" not in param_group and isinstance(param_group.get("params"), list):
@@ -160,6 +161,7 @@ class FusedOptimizer(Optimizer):
             for name, p in zip(parameter_names(group, len(self.param_groups) - 1), group["params"], strict=True):
                 check_parameter(name, p)
                 self._format(group, name, p)
+            check_apart((name, p) for _, name, p in self._members())
         except Exception:
             self.param_groups.pop()
             raise

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_fuse.kernels.kernel import PARAM_DTYPES, overlaps
+from lightning_fuse.kernels.kernel import PARAM_DTYPES, is_wrapped, overlaps
 
 # Torch arguments that choose between torch's own loops.
 EXECUTION_KEYS = ("foreach", "fused", "capturable", "differentiable")
@@ -137,8 +139,14 @@ def check_parameter(name: str, p: Tensor) -> None:
         p: The parameter.
 
     Raises:
-        TypeError: It is not a dense float32, bfloat16 or float16 tensor whose elements have memory of their own.
+        TypeError: It is sharded, or not a dense float32, bfloat16 or float16 tensor whose elements have memory of their
+            own.
     """
+    if _is_sharded(p):
+        raise TypeError(
+            f"parameter {name} is a DTensor (FSDP2 or tensor parallel): sharded parameters cannot be stepped yet; "
+            "train with DDP, or step them with one of torch's own optimizers"
+        )
     if p.dtype not in PARAM_DTYPES:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in PARAM_DTYPES)
         raise TypeError(f"parameter {name} is {p.dtype}: must be one of {known}; leave it out of the optimizer")
@@ -149,6 +157,40 @@ def check_parameter(name: str, p: Tensor) -> None:
             f"parameter {name} is a view whose elements share memory (shape {tuple(p.shape)}, strides {p.stride()}): "
             "each must have its own; build it from .clone() or .contiguous()"
         )
+
+
+def _is_sharded(p: Tensor) -> bool:
+    """Whether a parameter is a DTensor; there is none where nobody has imported its module, which takes a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(p, module.DTensor)
+
+
+def check_apart(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuses two parameters over the same memory, which threads would write to at once.
+
+    Only tensors without gaps are looked at: of others an interval does not say which elements are meant.
+
+    Args:
+        named: Names and parameters, of all groups.
+
+    Raises:
+        ValueError: Two of them share elements.
+    """
+    dense = [(p.device, p.data_ptr(), p.nbytes, name) for name, p in named if _fills_its_memory(p)]
+    dense.sort(key=lambda entry: (str(entry[0]), *entry[1:]))
+    for (device, begin, size, name), (other_device, other, _, other_name) in pairwise(dense):
+        if device == other_device and other < begin + size:
+            raise ValueError(
+                f"parameters {name} and {other_name} share memory, and would be updated twice: "
+                "tie weights by using one Parameter in both places, or give each its own with .clone()"
+            )
+
+
+def _fills_its_memory(p: Tensor) -> bool:
+    """Whether a parameter is an interval of memory: no gaps, and memory to show."""
+    if is_wrapped(p) or p.is_meta or not p.numel():
+        return False
+    return p.numel() == 1 + sum(stride * (size - 1) for stride, size in zip(p.stride(), p.shape, strict=True))
 
 
 def check_gradient(name: str, p: Tensor) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -182,6 +184,58 @@ def test_a_parameter_added_twice_is_refused() -> None:
     with pytest.raises(ValueError, match="more than one parameter group"):
         optimizer.add_param_group({"params": [("again", params["wide"])]})
     assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("apart", ["one group", "two groups"])
+@pytest.mark.parametrize("shared", [slice(0, 6), slice(5, 8), slice(2, 3)], ids=str)
+def test_two_parameters_over_the_same_memory_are_refused(shared: slice, apart: str) -> None:
+    memory = torch.ones(9)
+    first, second = ("first", Parameter(memory[:6].view(2, 3))), ("second", Parameter(memory[shared]))
+    other = ("other", Parameter(torch.ones(4)))
+    groups = [[first, other, second]] if apart == "one group" else [[first, other], [second]]
+    with pytest.raises(ValueError, match=r"(first and second|second and first) share memory.*one Parameter.*\.clone"):
+        FusedAdamW([{"params": group} for group in groups])
+
+
+def test_parameters_side_by_side_in_one_memory_are_stepped() -> None:
+    """As in a flat buffer, and as columns of one matrix, whose intervals cross and whose elements do not."""
+    memory, matrix = torch.ones(9), torch.ones(4, 6)
+    views = [memory[:6].view(2, 3), memory[6:], matrix[:, :2], matrix[:, 2:], memory[:0]]
+    params = [Parameter(view) for view in views]
+    optimizer = FusedAdamW(params, lr=0.125, weight_decay=0.5)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    alone = Parameter(torch.ones(1))
+    alone.grad = torch.ones(1)
+    FusedAdamW([alone], lr=0.125, weight_decay=0.5).step()
+    assert torch.equal(memory, alone.detach().expand(9))
+    assert torch.equal(matrix, alone.detach().expand(4, 6))
+
+
+SHARDED = """
+import torch
+from torch.distributed import init_process_group
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from lightning_fuse import FusedAdamW
+
+init_process_group("gloo", init_method="file://{}", rank=0, world_size=1)
+net = torch.nn.Linear(256, 64)
+fully_shard(net, mesh=init_device_mesh("cpu", (1,)))
+try:
+    FusedAdamW(net.named_parameters(), kernel="{}")
+except TypeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
+def test_sharded_parameters_are_refused_by_name(
+    kernel: str, run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    done = run_python("-c", SHARDED.format(tmp_path / "store", kernel))
+    assert done.stdout.startswith("parameter weight is a DTensor (FSDP2 or tensor parallel)"), done.stderr
 
 
 def test_a_name_given_twice_is_refused() -> None:
