@@ -42,17 +42,16 @@ void update(const Scalars& scalars, int count, float* __restrict p, const float*
     }
 }
 
-// The elements whose norm a layer-wise rule compares with the parameter's.
+// Adds up the elements whose norm a layer-wise rule compares with the parameter's.
 template <class R>
-void others(const Scalars& scalars, int count, const float* p, const float* g, float* const* moments, float* __restrict to) {
+void add_others(const Scalars& scalars, int count, const float* p, const float* g, float* const* moments, Squares& to) {
     const R rule(scalars);
     const float factor = scalars.factor;
+    const float *a = moments[0], *b = R::kMoments == 1 ? nullptr : moments[1];
     if constexpr (R::kMoments == 1) {
-        const float* a = moments[0];
-        for (int i = 0; i < count; ++i) to[i] = rule.other(p[i], g[i] * factor, a[i]);
+        to.add_values([=](int i) { return rule.other(p[i], g[i] * factor, a[i]); }, count);
     } else {
-        const float *a = moments[0], *b = moments[1];
-        for (int i = 0; i < count; ++i) to[i] = rule.other(p[i], g[i] * factor, a[i], b[i]);
+        to.add_values([=](int i) { return rule.other(p[i], g[i] * factor, a[i], b[i]); }, count);
     }
 }
 
@@ -65,7 +64,7 @@ struct Variant {
     // For a signed and an unsigned int8 moment at once, or null.
     void (*update_int8)(const Scalars&, const Span&, float*, const float*, const Moment*, float*, float*);
     // Of layer-wise rules, or null.
-    void (*others)(const Scalars&, int, const float*, const float*, float* const*, float*) = nullptr;
+    void (*add_others)(const Scalars&, int, const float*, const float*, float* const*, Squares&) = nullptr;
     double (*ratio)(double, double, const float*) = nullptr;
 };
 
@@ -79,9 +78,9 @@ constexpr Variant kVariants[] = {
     {SGDMomentum::kMoments, SGDMomentum::kHasUnit, update<SGDMomentum>, update_bf16<SGDMomentum>, nullptr},
     {SGDNesterov::kMoments, SGDNesterov::kHasUnit, update<SGDNesterov>, update_bf16<SGDNesterov>, nullptr},
     {Lion::kMoments, Lion::kHasUnit, update<Lion>, update_bf16<Lion>, nullptr},
-    {LARS::kMoments, LARS::kHasUnit, update<LARS>, update_bf16<LARS>, nullptr, others<LARS>, LARS::ratio},
-    {LARSNesterov::kMoments, LARSNesterov::kHasUnit, update<LARSNesterov>, update_bf16<LARSNesterov>, nullptr, others<LARS>, LARS::ratio},
-    {LAMB::kMoments, LAMB::kHasUnit, update<LAMB>, update_bf16<LAMB>, update_int8<LAMB>, others<LAMB>, LAMB::ratio},
+    {LARS::kMoments, LARS::kHasUnit, update<LARS>, update_bf16<LARS>, nullptr, add_others<LARS>, LARS::ratio},
+    {LARSNesterov::kMoments, LARSNesterov::kHasUnit, update<LARSNesterov>, update_bf16<LARSNesterov>, nullptr, add_others<LARS>, LARS::ratio},
+    {LAMB::kMoments, LAMB::kHasUnit, update<LAMB>, update_bf16<LAMB>, update_int8<LAMB>, add_others<LAMB>, LAMB::ratio},
 };
 
 // Elements [begin, begin + count), contiguous: where they are, or gathered into `buffer`.
@@ -191,11 +190,11 @@ double sum_of_squares(const Gradient& grad, const Piece& piece) {
 // and a master copy whose parameter somebody has written to.
 void measure_piece(const Plan& plan, int64_t number) {
     alignas(64) float weights[kTile], grads[kTile], raw_param[kTile], raw_grad[kTile], values[kMaxMoments][kTile];
-    alignas(64) float roots[kTile], compared[kTile];
+    alignas(64) float roots[kTile];
     const Piece& piece = plan.pieces[number];
     const Slot& slot = plan.slots[piece.slot];
     const Variant& variant = kVariants[static_cast<int>(slot.rule)];
-    if (!variant.others) return;
+    if (!variant.add_others) return;
     Squares own(piece.end - piece.begin), other(piece.end - piece.begin);
     each_tile(plan, piece, kTile, [&](const Span& span) {
         const float* g = open_gradient(plan.grads[piece.slot], span.begin, span.count, raw_grad, grads);
@@ -207,9 +206,8 @@ void measure_piece(const Plan& plan, int64_t number) {
             open_unit(slot.moments[1], span, roots);
             from_units(roots, moments[0], span.count);
         }
-        variant.others(plan.scalars[piece.slot], span.count, weight, g, moments, compared);
         own.add(weight, span.count);
-        other.add(compared, span.count);
+        variant.add_others(plan.scalars[piece.slot], span.count, weight, g, moments, other);
     });
     plan.norms[2 * number] = own.sum();
     plan.norms[2 * number + 1] = other.sum();
