@@ -47,10 +47,11 @@ template <class R>
 void add_others(const Scalars& scalars, int count, const float* p, const float* g, float* const* moments, Squares& to) {
     const R rule(scalars);
     const float factor = scalars.factor;
-    const float *a = moments[0], *b = R::kMoments == 1 ? nullptr : moments[1];
+    const float* a = moments[0];
     if constexpr (R::kMoments == 1) {
         to.add_values([=](int i) { return rule.other(p[i], g[i] * factor, a[i]); }, count);
     } else {
+        const float* b = moments[1];
         to.add_values([=](int i) { return rule.other(p[i], g[i] * factor, a[i], b[i]); }, count);
     }
 }
