@@ -65,17 +65,23 @@ def int8_signed_bound(values: Tensor, largest: Tensor) -> Tensor:
     return 2 * step * root + step**2 + 8 * U * largest.double()
 
 
-def int8_unsigned_bound(values: Tensor, largest: Tensor) -> Tensor:
-    """One code of v^(1/4), or one level of v^(1/2) in a wide block, whichever is more.
+def int8_quotient_bound(values: Tensor, largest: Tensor) -> Tensor:
+    """One code of 127 for the block's largest value, and 8 U of that in encoding and decoding."""
+    return largest.double() * (SLACK / 127 + 8 * U) * torch.ones_like(values, dtype=torch.float64)
 
-    Fourth root: u = s / 255 with s at most 2^(1/8) (1 + U) times the largest root; 16 U in decoding. Levels: a factor
-    of 2^(1/16) in the root, 2^(1/8) in v; below the lowest, which is 254 levels below s^2, v comes back as that.
+
+def int8_unsigned_bound(values: Tensor, largest: Tensor) -> Tensor:
+    """One level of v^(1/2), of whichever kind it is coarsest, and 16 U in decoding.
+
+    A scale S is at most 35/32 * 5/4 of the largest root. Levels of kind k are (root + c) / 2^(6 - k) apart, or half of
+    that, with c = S / 2^4, S / 2^8; those of wide blocks 5 % of the root, and below the last, which is nearly 16
+    octaves below S, a root comes back as that.
     """
-    scale = largest.double() ** 0.25 * 2 ** (1 / 8)
-    step, root = scale / 255 * SLACK, values.double() ** 0.25
-    fourth = (root + step) ** 4 - root**4 + 16 * U * largest.double()
-    wide = torch.maximum(values.double() * (2 ** (1 / 8) - 1), scale**4 * 2 ** (-254 / 8))
-    return torch.maximum(fourth, wide * SLACK)
+    root, scale = values.double().sqrt(), largest.double().sqrt() * (35 / 32 * 5 / 4) * SLACK
+    apart = [(root + scale / 2 ** (4 * 2**k)) / 2 ** (6 - k) for k in range(2)]
+    gap = torch.stack([*apart, root / 20]).amax(dim=0) * (1 + 2**-4)  # the level above may be one of the next octave
+    gap = torch.maximum(gap, scale * 2 ** (-254 / 16) * (1 + 2**-4))
+    return (root + gap) ** 2 - root**2 + 16 * U * largest.double()
 
 
 def bf16_bound(values: Tensor, largest: Tensor) -> Tensor:

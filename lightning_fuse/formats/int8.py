@@ -1,54 +1,65 @@
 """int8: blocks of up to 128 one-byte codes and one float32 scale each, about 1.031 bytes an element.
 
-Both moments are stored as the square root of a gradient's magnitude, so that small ones get their share of codes, and
-both are rounded with the dither sequence of ``rounding.py``: a code is worth 1-2 % of the value and
-beta2 = 0.999 moves it by 0.1 % a step, so nearest rounding would never move it at all.
+All codes are rounded with the dither sequence of ``rounding.py``, u being an element's dither word and d its fraction:
+a code is worth 1-2 % of the value and beta2 = 0.999 moves it by 0.1 % a step, so nearest rounding would never move it.
 
-Signed (first moment, momentum), one int8 per element, for a block of values m. Where the moment has a unit, that is
-where the update divides by the root of a second moment, m stands for the quotient m / root, ``root`` being the root of
-the second moment before it is encoded; what is read back is multiplied by the root of the second moment as it is
-stored. A dithered code is then wrong by a share of the update, not of the block's largest moment, and an error of the
-second moment's code moves both alike, so that it does not change the quotient::
+Signed (momentum), one int8 per element, for a block of values m: codes of the square root, so that small values get
+their share::
 
     s = max |m|                                  stored
     code = sign(m) * min(127, floor(sqrt(|m|) * (127 / sqrt(s)) + d))
     m' = (code * |code|) * (s / 127^2)
 
-Unsigned (second moment), one uint8 per element, for a block of values v, r = sqrt(v)::
+Signed with a unit (first moment), that is where the update divides by the root of a second moment. What is kept is the
+quotient q = m / root, ``root`` being the root of the second moment before it is encoded; what is read back is
+multiplied by the root of the second moment as it is stored. A dithered code is then wrong by a share of the update, not
+of the block's largest moment, and an error of the second moment's code moves both alike, so that it does not change the
+quotient. Quotients are of one size, so their codes are evenly spaced::
 
-    s = the smallest 2^(k/8) >= max sqrt(r)      stored; stands still from step to step
-    code = min(255, floor(sqrt(r) * (255 / s) + d))    and never 0 for v > 0
-    root = (code * code) * ((s * s) / 255^2),  v' = root * root
+    s = max |q|, 0 if below 2^-64                stored
+    code = (trunc(q * ((127 * 2^24 - 256) / s)) + (u >> 8)) >> 24     (256 keeps the largest at 127)
+    m' = (code * (s / 127)) * root
 
-or, in a *wide* block, where at least an eighth of the elements that are not 0 have r < s^2 / 64, logarithmic codes, on
-the levels L(n) = 2^(n/16), with L(n) <= r < L(n + 1) and L(top) = s^2::
+Unsigned (second moment), one uint8 per element, for a block of values v, r = sqrt(v). Codes number *levels*: float32
+numbers that have only 6 or 5 bits of mantissa. The upper bits of any number y name the level below it, the lower bits
+say how far it is to the next, so a code is the bits of y and a dither word, added and shifted. What is put between
+levels is not r but r and an offset c, so that codes are evenly spaced far below c and logarithmic far above::
 
-    -s                                           stored: the sign bit is the kind
-    code = n + floor((r - L(n)) / (L(n + 1) - L(n)) + d) - top + 255    clamped to [1, 255], and 0 for v = 0
-    root = L(code - 255 + top),  v' = root * root
+    S = 35/32 * max r, rounded up to 2 bits of mantissa
+    c = S / 2^4 and k = 0, or S / 2^8 and k = 1: the first of which no r > 0 is below c / 2
+    code = (bits(r + c) - bits(c) + (u >> (15 - k))) >> (17 + k)
+    root = float(bits(c) + (code << (17 + k))) - c,  v' = root * root
 
-s^2 is itself a level, so a change of scale moves codes by whole numbers and rounds nothing anew. Levels are put
-together from exponent bits and a table of 16 mantissas, and n is read off the bits of r: no logarithm is computed.
-Below 1/64 a step of the fourth root is coarser than a level. Being a count, the decision depends on no order of
-summation, and as ordinary blocks are far from the border, the kind stands still, too.
+35/32 leaves room for c and for rounding up, so no code exceeds 255. Where a block reaches too far for either offset it
+is *wide*, k = 2, and has 16 levels an octave without an offset: 5, 4, 4 and 3 in the quarters of the mantissa, so that
+each is 3.6 to 5 % above the one before. With n the number of the level below r (16 times its exponent, and its place in
+the octave), top that of S, which is a level, and t = (r - level n) / (level n + 1 - level n)::
 
-Every bracket without a tensor of values is computed once per block. Scales have no floor and all operations scale
-exactly with powers of two: multiplying all gradients by a power of four changes no code. A block of zeros has scale 0.
-A value that is not finite counts as zero here (the parameter has it already), so it spoils its element, not its block;
-so does a quotient by a unit that is zero or not finite.
+    code = n + floor(t + d) - top + 255          clamped to [1, 255], and 0 for r = 0
+    root = level (code - 255 + top), and 0 for code 0
 
-Blocks lie inside one row of dimension 0, the other dimensions flattened; a shorter row is one block, and the last block
-of a row may be short. Slicing along dimension 0 therefore never cuts a block.
+Stored is S, with k in the lowest bits of its mantissa. It has few values, so it stands still from step to step, and
+with it the levels: what was read back is written as it was, whatever the dither. A block gets the finest levels that
+reach its smallest value: 1.1 % of r + c on average, 2.2 %, or 4.3 % of r. Second moments below the last level stand
+still there, which makes updates too small; nothing makes them large.
+
+Every bracket without a tensor of values is computed once per block. Second moments have no smallest scale and all
+operations scale exactly with powers of two: multiplying all gradients by one changes no code. A block of zeros has
+scale 0. A value that is not finite counts as zero here (the parameter has it already), so it spoils its element, not
+its block; so does a quotient by a unit that is zero or not finite.
+
+Where blocks lie: ``blocks.py``.
 """
 
 from __future__ import annotations
 
 import math
-from math import ceil, prod
+from math import ceil
 
 import torch
 from torch import Tensor
 
+from lightning_fuse.formats.blocks import from_blocks, per_block, scale_shape, scaled_parts, to_blocks, worth
 from lightning_fuse.formats.format import Codec, Part, Place, extremes
 from lightning_fuse.formats.rounding import (
     PHASE_SIGNED,
@@ -60,18 +71,19 @@ from lightning_fuse.formats.rounding import (
 )
 from lightning_fuse.rules.rule import divide, sqrt
 
-BLOCK = 128  # elements per scale
+ROOM = 35 / 32  # a scale over the largest root: leaves 1/16 for the offset, and a level for rounding up
+SCALE_BITS = 21  # lower bits of a float32 that a scale does not use, but for the kind
+OFFSETS = (2.0**-4, 2.0**-8)  # of the scale, by kind: there are 256 levels from offset to scale
+FINEST_SHIFT = 17  # lower bits of a float32 that the finest levels do not use
+WIDE = 2  # the kind whose levels are logarithmic
 
-# A block is wide where one in WIDE_SHARE lies this many levels below the top: there a step of the fourth root (code 32
-# of 255: 33^2 / 32^2 = 1.063) is coarser than a level (2^(1/16) = 1.044).
-WIDE_LEVELS = 96
-WIDE_SHARE = 8
+# Of wide blocks, by quarter of the mantissa: levels in it, levels before it, and mantissa bits from one to the next,
+# rounded up so that the number of a level is its own and not the one before.
+COUNTS, STARTS = (5, 4, 4, 3), (0, 5, 9, 13)
+STEPS = tuple(ceil(2**21 / count) for count in COUNTS)
 
-# Mantissa bits of 2^(k/16), k = 0..16, rounded to float32; 2^(16/16) carries into the exponent.
-_LEVELS = tuple(int((2.0 ** (k / 16) - 1.0) * 2.0**23 + 0.5) for k in range(17))
-_GRID = _LEVELS[::2]  # of 2^(k/8), k = 0..8
-
-_LEVEL_OF_ONE = 16 * 127  # levels are numbered from 2^-127, so that a number's upper bits are its exponent
+QUOTIENT_CODES = 127 * 2.0**24 - 256  # less by two units of a float32's last place: rounded twice, still below 127
+SMALLEST_QUOTIENT = 2.0**-64  # a block of smaller ones is nothing, and the division above stays finite
 
 
 class Int8Signed(Codec):
@@ -82,15 +94,17 @@ class Int8Signed(Codec):
 
     def parts(self, shape: tuple[int, ...]) -> tuple[Part, ...]:
         """See ``Codec.parts``."""
-        return _parts(shape, torch.int8)
+        return scaled_parts(shape, torch.int8)
 
     def encode(self, values: Tensor, place: Place, root: Tensor | None = None) -> tuple[Tensor, ...]:
         """See ``Codec.encode``; returns codes and scales."""
-        # Where the unit is zero this is a quotient that is not finite, and so a zero.
-        blocks = to_blocks(_finite(values if root is None else values / _finite(root)))
+        if root is not None:
+            # Where the unit is zero this is a quotient that is not finite, and so a zero.
+            return _encode_quotients(_finite(values / _finite(root)), place)
+        blocks = to_blocks(_finite(values))
         scale = blocks.abs().amax(dim=-1)
         per_unit = torch.where(scale > 0, divide(127.0, sqrt(scale)), 0.0)
-        dither = _block_dither(values, place, PHASE_SIGNED)
+        dither = dither_fraction(_block_words(values, place, PHASE_SIGNED))
         code = torch.floor(sqrt(blocks.abs()) * per_unit.unsqueeze(-1) + dither).clamp(max=127.0)
         codes = from_blocks(torch.copysign(code, blocks), values.shape)
         return codes.to(torch.int8), scale.view(scale_shape(values.shape))
@@ -99,8 +113,9 @@ class Int8Signed(Codec):
         """See ``Codec.decode``."""
         codes, scale = parts
         code = to_blocks(codes.to(torch.float32))
-        values = from_blocks((code * code.abs()) * _per_block(_units(scale, 127.0), codes.shape), codes.shape)
-        return values if root is None else values * _finite(root)
+        if root is None:
+            return from_blocks((code * code.abs()) * per_block(worth(scale, 127.0**2), codes.shape), codes.shape)
+        return from_blocks(code * per_block(worth(scale, 127.0), codes.shape), codes.shape) * _finite(root)
 
     def fault(self, parts: tuple[Tensor, ...], *, signed: bool, finite: bool) -> str:
         """See ``Codec.fault``; what is not finite is never stored."""
@@ -112,30 +127,24 @@ class Int8Signed(Codec):
 
 
 class Int8Unsigned(Codec):
-    """The codec ``int8_unsigned``: fourth-root or logarithmic codes of a second moment; see the module."""
+    """The codec ``int8_unsigned``: codes of a second moment's root, counted in levels; see the module."""
 
     name = "int8_unsigned"
     scaled = True
 
     def parts(self, shape: tuple[int, ...]) -> tuple[Part, ...]:
         """See ``Codec.parts``."""
-        return _parts(shape, torch.uint8)
+        return scaled_parts(shape, torch.uint8)
 
     def encode(self, values: Tensor, place: Place, root: Tensor | None = None) -> tuple[Tensor, ...]:
         """See ``Codec.encode``; returns codes and scales."""
         roots = sqrt(to_blocks(_finite(values)))
-        fourth = sqrt(roots)
-        scale = grid_ceil(fourth.amax(dim=-1))
-        per_unit = torch.where(scale > 0, divide(255.0, scale), 0.0)
-        dither = _block_dither(values, place, PHASE_UNSIGNED)
-        code = torch.floor(fourth * per_unit.unsqueeze(-1) + dither)
-        code = torch.where(roots > 0, code.clamp(1.0, 255.0), 0.0)
-        top = top_level(scale)
-        wide = _is_wide(roots, top)
-        if wide.any():
-            levels = _level_codes(roots, top, dither)
-            code = torch.where(wide.unsqueeze(-1) & (roots > 0), levels, code)
-        scale = torch.where(wide, -scale, scale)
+        scale, word = scale_of(roots), _block_words(values, place, PHASE_UNSIGNED)
+        kind, offset, shift = (of_block.unsqueeze(-1) for of_block in levels_of(scale))
+        code = (float_bits(roots + offset) - float_bits(offset) + (word >> (32 - shift))) >> shift
+        if bool((kind == WIDE).any()):
+            top = top_level(scale).unsqueeze(-1)
+            code = torch.where(kind == WIDE, _wide_codes(roots, top, word), code)
         return from_blocks(code, values.shape).to(torch.uint8), scale.view(scale_shape(values.shape))
 
     def decode(self, parts: tuple[Tensor, ...], root: Tensor | None = None) -> Tensor:
@@ -146,161 +155,116 @@ class Int8Unsigned(Codec):
     def root(self, parts: tuple[Tensor, ...]) -> Tensor:
         """See ``Codec.root``; what the codes stand for, without a square root."""
         codes, scale = parts
-        blocks = to_blocks(codes)
-        code, wide = blocks.to(torch.float32), torch.signbit(scale)
-        roots = (code * code) * _per_block(_units(scale * scale, 255.0), codes.shape)
-        if wide.any():
-            number = blocks.to(torch.int64) - 255 + _per_block(top_level(scale.abs()), codes.shape)
-            levels = torch.where(blocks > 0, level(number), 0.0)
-            roots = torch.where(_per_block(wide, codes.shape), levels, roots)
+        blocks = to_blocks(codes).to(torch.int64)
+        kind, offset, shift = (per_block(of_block, codes.shape) for of_block in levels_of(scale))
+        roots = bits_to_float(float_bits(offset) + (blocks << shift)) - offset
+        if bool((kind == WIDE).any()):
+            wide = _wide_roots(blocks, per_block(top_level(scale), codes.shape))
+            roots = torch.where(kind == WIDE, wide, roots)
         return from_blocks(roots, codes.shape)
 
     def fault(self, parts: tuple[Tensor, ...], *, signed: bool, finite: bool) -> str:
-        """See ``Codec.fault``; a negative scale is a wide block's, and lies on the grid."""
+        """See ``Codec.fault``; scales have few values."""
         scale = parts[1]
         lowest, highest = extremes(scale)
-        if not (-math.inf < lowest and highest < math.inf):
-            return "a scale that is infinite or NaN"
-        if lowest < 0 and not torch.equal(torch.where(scale < 0, grid_ceil(scale.abs()), 0.0), (-scale).clamp(min=0.0)):
-            return "a negative scale that is no power of 2^(1/8)"
-        return ""
+        if not (lowest >= 0.0 and highest < math.inf):
+            return "a scale that is negative, infinite or NaN"
+        tag = float_bits(scale) & (1 << SCALE_BITS) - 1
+        return "a scale that no block has" if bool((tag > WIDE).any()) else ""
 
 
-def _is_wide(roots: Tensor, top: Tensor) -> Tensor:
-    """Whether an eighth of what is not zero in a block lies below 1/64 of its top level; a count has no order.
-
-    Args:
-        roots: float32, [..., 128].
-        top: Number of the top level, int64, [...].
-
-    Returns:
-        bool, [...].
-    """
-    small = ((roots > 0) & (roots < level(top - WIDE_LEVELS).unsqueeze(-1))).sum(dim=-1)
-    return WIDE_SHARE * small >= (roots > 0).sum(dim=-1).clamp(min=1)
-
-
-def _level_codes(roots: Tensor, top: Tensor, dither: Tensor) -> Tensor:
-    """Codes of a wide block, before a zero becomes 0.
+def scale_of(roots: Tensor) -> Tensor:
+    """The scales of blocks of roots, which say their kind, too.
 
     Args:
-        roots: float32, [..., 128], 0 or a normal number > 0.
-        top: Number of the top level, int64, [...].
-        dither: float32, the shape of ``roots``.
+        roots: float32, [..., 128], finite and >= 0.
 
     Returns:
-        float32, the shape of ``roots``; whole numbers in [1, 255].
+        float32, [...]; 0 for a block of zeros.
     """
-    bits, levels = float_bits(roots), torch.tensor(_LEVELS, dtype=torch.int64, device=roots.device)
-    mantissa = bits & 0x7FFFFF
-    below = sum((mantissa >= bound).to(torch.int64) for bound in _LEVELS[1:16])
-    rest, gap = mantissa - levels[below], levels[below + 1] - levels[below]
-    share = rest.to(torch.float32) / gap.to(torch.float32)
-    number = (bits >> 23) * 16 + below + torch.floor(share + dither).to(torch.int64)
-    return (number - top.unsqueeze(-1) + 255).clamp(1, 255).to(torch.float32)
+    largest = roots.amax(dim=-1)
+    smallest = torch.where(roots > 0, roots, math.inf).amin(dim=-1)
+    bits = ((float_bits(largest * ROOM) + (1 << SCALE_BITS) - 1) >> SCALE_BITS) << SCALE_BITS
+    scale = bits_to_float(bits)
+    kind = sum((smallest < scale * (offset / 2)).to(torch.int64) for offset in OFFSETS)
+    return torch.where(largest > 0, bits_to_float(bits | kind), 0.0)
 
 
-def level(number: Tensor) -> Tensor:
-    """The level of a given number: 2^(number / 16 - 127), put together from exponent and table.
+def levels_of(scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """On which levels the codes of a block stand.
 
     Args:
-        number: int64, any shape, in [16, 4080).
+        scale: float32, any shape, as ``scale_of`` gives it.
 
     Returns:
-        float32, the shape of ``number``.
+        The kind, int64; the offset, float32, whose bits are those of level 0; by how many bits a code is shifted,
+        int64. All of the shape of ``scale``; offset and shift have a meaning only where a block is not wide.
     """
-    levels = torch.tensor(_LEVELS, dtype=torch.int64, device=number.device)
-    return bits_to_float(((number >> 4) << 23) + levels[number & 15])
+    bits = float_bits(scale)
+    kind = bits & 3
+    shares = torch.tensor([*OFFSETS, 0.0], dtype=torch.float32, device=scale.device)
+    return kind, bits_to_float(bits - kind) * shares[kind], FINEST_SHIFT + kind
 
 
 def top_level(scale: Tensor) -> Tensor:
-    """The number of the level that is the square of a scale on the grid 2^(k/8).
+    """The number of the level that the scale of a wide block is.
 
     Args:
-        scale: float32, any shape, on the grid, or 0.
+        scale: float32, any shape, as ``scale_of`` gives it.
 
     Returns:
-        int64, the shape of ``scale``; for 0 some number that no code uses.
+        int64, the shape of ``scale``.
     """
     bits = float_bits(scale)
-    eighths = sum(((bits & 0x7FFFFF) >= bound).to(torch.int64) for bound in _GRID[1:8])
-    return ((bits >> 23) - 127) * 32 + eighths * 4 + _LEVEL_OF_ONE
+    starts = torch.tensor(STARTS, dtype=torch.int64, device=scale.device)
+    return (bits >> 23) * 16 + starts[bits >> 21 & 3]
 
 
-def grid_ceil(x: Tensor) -> Tensor:
-    """The smallest float32 on the grid 2^(k/8) that is not below ``x``, found on the bits.
-
-    Args:
-        x: float32, any shape, 0 or a normal number > 0.
-
-    Returns:
-        float32, the shape of ``x``; 0 where ``x`` is 0.
-    """
-    bits = float_bits(x)
-    mantissa, exponent = bits & 0x7FFFFF, bits & 0x7F800000
-    grid = torch.tensor(_GRID, dtype=torch.int64, device=x.device)
-    steps = (mantissa.unsqueeze(-1) > grid[:8]).sum(dim=-1)
-    return torch.where(x > 0, bits_to_float(exponent + grid[steps]), 0.0)
-
-
-def row_length(shape: tuple[int, ...] | torch.Size) -> int:
-    """Elements in which blocks may lie without a cut: a row of dimension 0, or the whole of a vector or scalar."""
-    return prod(shape[1:]) if len(shape) > 1 else prod(shape)
-
-
-def rows(shape: tuple[int, ...] | torch.Size) -> int:
-    """How many rows the given shape has; a vector or scalar is one row."""
-    return shape[0] if len(shape) > 1 else 1
-
-
-def blocks_per_row(shape: tuple[int, ...] | torch.Size) -> int:
-    """Blocks that one row of the given shape needs."""
-    return ceil(row_length(shape) / BLOCK)
-
-
-def scale_shape(shape: tuple[int, ...] | torch.Size) -> tuple[int, ...]:
-    """Shape of the scales: [rows, blocks per row], or [blocks] for vectors and scalars."""
-    blocks = blocks_per_row(shape)
-    return (shape[0], blocks) if len(shape) > 1 else (blocks,)
-
-
-def to_blocks(values: Tensor) -> Tensor:
-    """Lays a parameter-shaped tensor out as blocks, short blocks padded with zeros.
+def _wide_codes(roots: Tensor, top: Tensor, word: Tensor) -> Tensor:
+    """Codes of wide blocks.
 
     Args:
-        values: Any dtype, the parameter's shape.
+        roots: float32, [..., 128], 0 or a normal number > 0.
+        top: Number of the top level, int64, [..., 1].
+        word: Dither words, int64, the shape of ``roots``.
 
     Returns:
-        The same dtype, shape [rows, blocks per row, 128].
+        int64, the shape of ``roots``; in [0, 255].
     """
-    length, blocks = row_length(values.shape), blocks_per_row(values.shape)
-    count = rows(values.shape)
-    padded = torch.nn.functional.pad(values.reshape(count, length), (0, blocks * BLOCK - length))
-    return padded.view(count, blocks, BLOCK)
+    bits = float_bits(roots)
+    counts, starts = (
+        torch.tensor(of_quarter, dtype=torch.int64, device=roots.device) for of_quarter in (COUNTS, STARTS)
+    )
+    quarter, rest = bits >> 21 & 3, bits & 0x1FFFFF
+    number = (bits >> 23) * 16 + starts[quarter] + ((rest * counts[quarter] + (word >> 11)) >> 21)
+    return torch.where(roots > 0, (number - top + 255).clamp(1, 255), 0)
 
 
-def from_blocks(blocks: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
-    """The inverse of ``to_blocks``: drops the padding and restores the parameter's shape."""
-    return blocks.flatten(1)[:, : row_length(shape)].reshape(shape)
+def _wide_roots(code: Tensor, top: Tensor) -> Tensor:
+    """What the codes of wide blocks stand for; int64 codes, and the numbers of the top levels."""
+    number = code - 255 + top
+    starts, steps = (torch.tensor(of_quarter, dtype=torch.int64, device=code.device) for of_quarter in (STARTS, STEPS))
+    place = number & 15
+    quarter = (place >= STARTS[1]).long() + (place >= STARTS[2]) + (place >= STARTS[3])
+    mantissa = (quarter << 21) + (place - starts[quarter]) * steps[quarter]
+    return torch.where(code > 0, bits_to_float(((number >> 4) << 23) + mantissa), 0.0)
 
 
-def _parts(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Part, ...]:
-    return (Part(".codes", shape, dtype), Part(".scale", scale_shape(shape), torch.float32))
-
-
-def _units(top: Tensor, codes: float) -> Tensor:
-    """What the square of a code is worth where ``codes`` stands for ``top``; a true division on every device."""
-    return top / torch.full_like(top, codes * codes)
-
-
-def _per_block(units: Tensor, shape: torch.Size) -> Tensor:
-    return units.view(rows(shape), blocks_per_row(shape), 1)
+def _encode_quotients(quotients: Tensor, place: Place) -> tuple[Tensor, Tensor]:
+    """Codes of a first moment in units of the second's root, and their scales."""
+    blocks = to_blocks(quotients)
+    scale = blocks.abs().amax(dim=-1)
+    scale = torch.where(scale >= SMALLEST_QUOTIENT, scale, 0.0)
+    per_unit = torch.where(scale > 0, divide(QUOTIENT_CODES, scale), 0.0)
+    word = _block_words(quotients, place, PHASE_SIGNED)
+    code = ((blocks * per_unit.unsqueeze(-1)).to(torch.int64) + (word >> 8)) >> 24
+    return from_blocks(code, quotients.shape).to(torch.int8), scale.view(scale_shape(quotients.shape))
 
 
 def _finite(values: Tensor) -> Tensor:
     return torch.where(torch.isfinite(values), values, 0.0)
 
 
-def _block_dither(values: Tensor, place: Place, phase: int) -> Tensor:
+def _block_words(values: Tensor, place: Place, phase: int) -> Tensor:
     word = dither_word(values.numel(), place.step, phase, place.index_start, values.device)
-    return to_blocks(dither_fraction(word).view(values.shape))
+    return to_blocks(word.view(values.shape))

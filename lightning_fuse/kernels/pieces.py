@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_fuse.formats.int8 import BLOCK
+from lightning_fuse.formats.blocks import BLOCK
 
 PIECE = 1 << 16  # elements, at most
 

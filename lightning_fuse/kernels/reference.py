@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_fuse.formats.blocks import BLOCK, row_length
 from lightning_fuse.formats.format import Part, Place, decode_moments, encode_moments
-from lightning_fuse.formats.int8 import BLOCK, row_length
 from lightning_fuse.formats.master import canonical_nan
 from lightning_fuse.kernels.kernel import PARAM_DTYPES, Slot, StepKernel, Support, Work, check_fits, is_wrapped
 from lightning_fuse.kernels.pieces import piece_ends

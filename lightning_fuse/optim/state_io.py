@@ -6,9 +6,9 @@ dtype, and a checkpoint that does not fit is refused before anything is changed.
 
 The state dict is torch's (``state`` by index, ``param_groups``) with one entry more::
 
-    "lightning_fuse": {"format_version": 2, "rules": [name per parameter], "formats": [...], "masters": [...]}
+    "lightning_fuse": {"format_version": 3, "rules": [name per parameter], "formats": [...], "masters": [...]}
 
-Version 1, which is still read, kept int8 first moments on their own, not in units of the second moment's root.
+Versions 1 and 2, which are still read, kept int8 moments in other codes (``formats/versions.py``).
 
 A load has two parts. The first reads and checks everything and changes nothing; the second goes through the parameters
 one by one, so that a state that is mapped from a file is never in memory twice, and has nothing left to refuse.
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_fuse.formats.versions import FORMAT_VERSION
 from lightning_fuse.optim.load_options import LoadOptions, LoadReport
 from lightning_fuse.optim.state_convert import Planned
 from lightning_fuse.optim.state_foreign import in_torchs_words
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from lightning_fuse.optim.fused import FusedOptimizer
 
 ENTRY = "lightning_fuse"
-FORMAT_VERSION = 2
 
 
 def describe(optimizer: FusedOptimizer, packed: dict[str, Any]) -> dict[str, Any]:
@@ -217,9 +217,9 @@ def _fill(optimizer: FusedOptimizer, entry: Planned) -> None:
 def _entry(about: Mapping[str, Any], state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """The entry of ours with what it lists by index, as the state is."""
     version = about.get("format_version")
-    if version not in (1, FORMAT_VERSION):
+    if version not in range(1, FORMAT_VERSION + 1):
         raise ValueError(
-            f"checkpoint has state format version {version!r}, known: 1 and {FORMAT_VERSION}; "
+            f"checkpoint has state format version {version!r}, known: 1 to {FORMAT_VERSION}; "
             "load it with the version of lightning_fuse that wrote it, or a newer one"
         )
     indices = [index for group in state_dict["param_groups"] for index in group["params"]]

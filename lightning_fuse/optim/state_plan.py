@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_fuse.formats import MASTERS, STATE_FORMATS
 from lightning_fuse.formats.floating import Float32
 from lightning_fuse.formats.format import state_tensors
+from lightning_fuse.formats.versions import FORMAT_VERSION, codec_of_version
 from lightning_fuse.optim.load_options import LoadOptions
 from lightning_fuse.optim.state_convert import Keeping, Planned, converted
 from lightning_fuse.optim.state_foreign import Mapped
@@ -59,8 +60,8 @@ def plan(optimizer: FusedOptimizer, item: Incoming, about: Mapping[str, Any] | N
     if shape is not None and shape != tuple(item.param.shape):
         planned.fresh = _reshaped(item, shape, options)
         return planned
-    if about is not None and about["format_version"] == 1:
-        saved = saved._replace(state=f"{saved.state} of version 1")
+    if about is not None and about["format_version"] < FORMAT_VERSION:
+        saved = saved._replace(state=f"{saved.state} of version {about['format_version']}")
     finite = options.nonfinite == "refuse"
     if about is not None:
         _check_parts(item, saved, finite)
@@ -83,10 +84,11 @@ def _check_rule(item: Incoming, here: str, saved: str) -> None:
 
 def _saved_keeping(index: int, here: Keeping, about: Mapping[str, Any]) -> Keeping:
     """How the checkpoint keeps a parameter; version 1 kept every moment on its own."""
-    fmt, moments = STATE_FORMATS[about["formats"][index]], here.moments
-    if about["format_version"] == 1:
+    fmt, moments, version = STATE_FORMATS[about["formats"][index]], here.moments, about["format_version"]
+    if version == 1:
         moments = [replace(moment, unit="") for moment in moments]
-    return Keeping(fmt.name, moments, [fmt.codec(moment) for moment in moments], MASTERS[about["masters"][index]])
+    codecs = [codec_of_version(version, fmt, moment) for moment in moments]
+    return Keeping(fmt.name, moments, codecs, MASTERS[about["masters"][index]])
 
 
 def _check_same(item: Incoming, saved: Keeping, here: Keeping, options: LoadOptions) -> None:

@@ -1,16 +1,20 @@
-"""int8 beyond the laws of every codec: scales, codes, what scaling the gradients does, the mean over time."""
+"""int8 beyond the laws of every codec: scales, levels, codes, what scaling the gradients does, the mean over time."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from torch import Tensor
 
 from lightning_fuse.formats import STATE_FORMATS, Place, StateFormat
-from lightning_fuse.formats.int8 import grid_ceil, level, top_level
 from tests.formats.values import SHAPES, as_rows, block_slices, largest_of_block, moments
-from tests.tolerances import DITHER_MEAN, U, int8_signed_bound
+from tests.tolerances import DITHER_MEAN, U, int8_quotient_bound
 
 SIGNED, UNSIGNED = STATE_FORMATS["int8"].signed, STATE_FORMATS["int8"].unsigned
+LAST = 2.0 ** (-254 / 16)  # of the scale: about where the levels of a wide block end
+EVERY_KIND = pytest.mark.parametrize("kind", [0, 1, 2])
 EVERY_SHAPE = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
@@ -22,28 +26,98 @@ def test_the_signed_scale_is_the_largest_magnitude(shape: tuple[int, ...]) -> No
         assert scale == as_rows(values)[row, columns].abs().max()
 
 
+def by_hand(largest: float, smallest: float) -> tuple[float, int]:
+    """Scale and kind of a block from the definition: (2 bits of mantissa, rounded up), in exact arithmetic."""
+    mantissa, exponent = math.frexp(float(torch.tensor(largest) * torch.tensor(35 / 32)))
+    scale = math.ceil(mantissa * 8) / 8 * 2.0**exponent
+    return scale, int(smallest < scale / 32) + int(smallest < scale / 512)
+
+
+def split(stored: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales without their kinds, float64, and the kinds."""
+    bits = stored.contiguous().view(torch.int32)
+    return (bits & ~3).view(torch.float32).double(), bits & 3
+
+
 @EVERY_SHAPE
-def test_the_unsigned_scale_is_the_next_grid_point(shape: tuple[int, ...]) -> None:
+def test_the_unsigned_scale_is_a_little_above_the_largest_root(shape: tuple[int, ...]) -> None:
     values = moments(shape, False)
-    scales = UNSIGNED.encode(values, Place(1))[1].flatten().abs()  # the sign is the kind of the block
-    for scale, (row, columns) in zip(scales, block_slices(shape), strict=True):
-        root = as_rows(values)[row, columns].double().max() ** 0.25
-        if root == 0:
-            assert scale == 0
+    scales, kinds = split(UNSIGNED.encode(values, Place(1))[1].flatten())
+    for scale, kind, (row, columns) in zip(scales, kinds, block_slices(shape), strict=True):
+        roots = as_rows(values)[row, columns].double().sqrt().float()
+        if not roots.any():
+            assert scale == kind == 0
             continue
-        eighths = 8 * torch.log2(scale.double())
-        assert (eighths - eighths.round()).abs() < 1e-5
-        assert root * (1 - 4 * U) <= scale < root * 2 ** (1 / 8) * (1 + 4 * U)
+        assert (float(scale), int(kind)) == by_hand(float(roots.max()), float(roots[roots > 0].min()))
 
 
-def test_grid_ceil_is_the_smallest_grid_point_not_below() -> None:
-    k = torch.arange(-8 * 40, 8 * 30)
-    grid = (2.0 ** (k.double() / 8)).float()
-    assert torch.equal(grid_ceil(grid), grid)
-    above, below = torch.nextafter(grid, torch.tensor(torch.inf)), torch.nextafter(grid, torch.tensor(0.0))
-    assert torch.equal(grid_ceil(above[:-1]), grid[1:])
-    assert torch.equal(grid_ceil(below), grid)
-    assert torch.equal(grid_ceil(torch.zeros(3)), torch.zeros(3))
+def seconds(shape: tuple[int, ...], kind: int, seed: int = 0) -> Tensor:
+    """Second moments whose blocks are of one kind, a few zeros among them."""
+    generator = torch.Generator().manual_seed(seed)
+    middle = torch.rand(shape, generator=generator)
+    roots = (1.3 / 32, 1.3 / 512, 2.0**-17)[kind] ** middle
+    roots = torch.where(torch.rand(shape, generator=generator) < 0.05, 0.0, roots)
+    roots[..., 0], roots[..., -1] = 1.0, (1.7 / 30, 1.7 / 500, 2.0**-14)[kind]
+    assert set(split(UNSIGNED.encode(roots * roots, Place(1))[1])[1].flatten().tolist()) >= {kind}
+    return roots * roots
+
+
+def code_by_hand(root: float, scale: float, kind: int, word: int) -> int:
+    """One code from the definition of levels, in exact arithmetic: the level below, and how far it is to the next."""
+    if root == 0:
+        return 0
+    if kind == 2:
+        levels = [1 + quarter / 4 + k / (4 * n) for quarter, n in enumerate((5, 4, 4, 3)) for k in range(n)] + [2.0]
+        (mantissa, exponent), (top, top_exponent) = math.frexp(root), math.frexp(scale)
+        below = max(k for k in range(16) if levels[k] <= 2 * mantissa)
+        share = (2 * mantissa - levels[below]) / (levels[below + 1] - levels[below])
+        number = 16 * exponent + below + (share + (word >> 11) / 2.0**21 >= 1)
+        return min(max(number - 16 * top_exponent - levels.index(2 * top) + 255, 1), 255)
+    bits, offset = 6 - kind, scale / 2.0 ** (4 * 2**kind)
+    y = float(torch.tensor(root) + torch.tensor(offset))  # one rounding to float32
+
+    def number_of(x: float) -> tuple[int, float]:
+        mantissa, exponent = math.frexp(x)
+        along = (2 * mantissa - 1) * 2**bits
+        return exponent * 2**bits + math.floor(along), along - math.floor(along)
+
+    (level, share), (lowest, none) = number_of(y), number_of(offset)
+    assert none == 0
+    dither = (word >> (32 - (17 + kind))) / 2.0 ** (17 + kind)
+    return level - lowest + (share + dither >= 1)
+
+
+def gaps(roots: Tensor, scale: Tensor, kinds: Tensor) -> Tensor:
+    """How far the levels around a root lie apart at most: the one above may be one of the next octave or quarter."""
+    offset = scale / 2.0 ** (4 * 2**kinds)
+    return torch.where(kinds == 2, roots / 20, (roots + offset) / 2.0 ** (6 - kinds)) * (1 + 2.0**-4)
+
+
+@EVERY_KIND
+def test_codes_are_those_of_the_definition(kind: int) -> None:
+    values, place = seconds((8, 129), kind, seed=3), Place(7)
+    codes, stored = UNSIGNED.encode(values, place)
+    scales, kinds = split(stored.flatten())
+    for scale, of_block, (row, columns) in zip(scales, kinds, block_slices((8, 129)), strict=True):
+        for column in range(columns.start, columns.stop):
+            word = ((row.start * 129 + column) * 0x9E3779B1 + 7 * 0x9E3779B9) % 2**32
+            root = float(values[row, column].double().sqrt().float())
+            assert codes[row.start, column] == code_by_hand(root, float(scale), int(of_block), word)
+
+
+def test_no_code_runs_over() -> None:
+    """The largest root of a block, close below and above every step of the scale, under every dither."""
+    steps = torch.arange(0.125, 0.26, 2.0**-12, dtype=torch.float64) * 32 / 35
+    for near in (1 - 4 * U, 1.0, 1 + 4 * U):
+        for smallest in (0.5, 1 / 64, 1 / 4096):  # of the largest: all kinds
+            roots = (steps * near).float().view(-1, 1) * torch.tensor([1.0, smallest]).expand(len(steps), 2)
+            seen = []
+            for step in range(1, 40):
+                codes, scale = UNSIGNED.encode(roots * roots, Place(step))
+                exact = (roots * roots).sqrt()
+                assert (UNSIGNED.root((codes, scale))[:, 0] > 0.9 * exact[:, 0]).all()  # it would wrap to nearly 0
+                seen.append(codes[:, 0].max().item())
+            assert max(seen) >= 240
 
 
 def test_codes_use_their_range_and_no_more() -> None:
@@ -72,51 +146,69 @@ def test_a_positive_second_moment_never_becomes_zero(small: float) -> None:
         assert (UNSIGNED.decode(UNSIGNED.encode(values, Place(step))) > 0).all()
 
 
-@pytest.mark.parametrize("power", [-20, -6, -1, 1, 5, 12])
-def test_multiplying_gradients_by_a_power_of_four_changes_no_code(power: int) -> None:
-    """m scales by 4^k and v by 16^k; scales follow exactly."""
-    m, step = moments((16, 300), True, spread=1.0), Place(11)
-    v = torch.cat([moments((8, 300), False, spread=0.5), moments((8, 300), False, spread=2.0)])
-    factor = 4.0**power
-    assert 0 < torch.signbit(UNSIGNED.encode(v, step)[1]).sum() < 16 * 3  # blocks of both kinds
-    roots, grown_roots = (UNSIGNED.root(UNSIGNED.encode(x, step)) for x in (v, v * factor**2))
-    assert torch.equal(roots * factor, grown_roots)
-    for one, other in zip(SIGNED.encode(m, step, roots), SIGNED.encode(m * factor, step, grown_roots), strict=True):
+@pytest.mark.parametrize("power", [-40, -12, -1, 1, 5, 24])
+def test_multiplying_gradients_by_a_power_of_two_changes_no_code(power: int) -> None:
+    """m scales by 2^k and v by 4^k; scales follow exactly, and the quotients of the two stay as they are."""
+    m, step, factor = moments((24, 300), True, spread=1.0), Place(11), 2.0**power
+    v = torch.cat([seconds((8, 300), kind) for kind in range(3)])
+    parts, grown = UNSIGNED.encode(v, step), UNSIGNED.encode(v * factor**2, step)
+    assert set(split(parts[1])[1].unique().tolist()) == {0, 1, 2}
+    assert torch.equal(parts[0], grown[0])
+    assert torch.equal(parts[1] * factor, grown[1])
+    roots = v.sqrt()
+    for one, other in zip(SIGNED.encode(m, step, roots), SIGNED.encode(m * factor, step, roots * factor), strict=True):
         assert torch.equal(one, other)
-    for codec, values, grown, of_scale in ((SIGNED, m, factor, factor), (UNSIGNED, v, factor**2, factor**0.5)):
-        codes, scale = codec.encode(values, step)
-        codes_of_grown, scale_of_grown = codec.encode(values * grown, step)
+    if power % 2 == 0:
+        (codes, scale), (codes_of_grown, scale_of_grown) = SIGNED.encode(m, step), SIGNED.encode(m * factor, step)
         assert torch.equal(codes, codes_of_grown)
-        assert torch.equal(scale * of_scale, scale_of_grown)
+        assert torch.equal(scale * factor, scale_of_grown)
 
 
-@pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
-def test_the_mean_over_steps_is_right(signed: bool) -> None:
+def test_the_mean_of_momentum_over_steps_is_right() -> None:
     """Dithering is unbiased over time in units of the root's codes; the same with nearest is half a code off."""
-    codec, levels, root = (SIGNED, 127.0, 2) if signed else (UNSIGNED, 255.0, 4)
     values = torch.linspace(0.02, 1.0, 512).square().square().view(4, 128)
     sums, count = torch.zeros(values.shape, dtype=torch.float64), 100
     for step in range(1, count + 1):
-        codes, scale = codec.encode(values, Place(step))
+        codes, scale = SIGNED.encode(values, Place(step))
         sums += codes.double()
-    exact = values.double() ** (1 / root) / (scale.double() if root == 4 else scale.double().sqrt()) * levels
-    inside = (exact < levels - 1) & (exact > 1)
+    exact = (values.double() / scale.double()).sqrt() * 127
+    inside = (exact < 126) & (exact > 1)
     assert inside.sum() > 400
     assert (sums / count - exact)[inside].abs().max() < DITHER_MEAN
     assert (exact.round() - exact)[inside].abs().max() > 2 * DITHER_MEAN
 
 
+@EVERY_KIND
+def test_the_mean_of_roots_over_steps_is_right(kind: int) -> None:
+    """Dithering is linear between two levels."""
+    values, count = seconds((8, 128), kind, seed=5), 100
+    sums = torch.zeros(values.shape, dtype=torch.float64)
+    for step in range(1, count + 1):
+        parts = UNSIGNED.encode(values, Place(step))
+        sums += UNSIGNED.root(parts).double()
+    scale, kinds = split(parts[1])
+    assert (kinds == kind).all()
+    exact = values.double().sqrt()
+    inside = exact > (LAST * scale if kind == 2 else 0)  # what is below the last level is kept as that
+    assert inside.sum() > 700
+    assert ((sums / count - exact).abs() / gaps(exact, scale, kinds))[inside].max() < DITHER_MEAN
+
+
 def test_a_slow_decay_is_followed_and_nearest_rounding_sticks() -> None:
     """v decays by 0.1 % a step beside one element that holds the scale up: 2,000 steps take it to 0.135."""
 
-    def decay(rounded_to_nearest: bool) -> torch.Tensor:
+    def to_nearest(values: Tensor, scale: Tensor) -> Tensor:
+        levels = UNSIGNED.root((torch.arange(256).to(torch.uint8).view(2, 128), scale.expand(2, 1)))
+        return (values.sqrt().view(-1, 1) - levels.view(1, -1)).abs().argmin(dim=1).to(torch.uint8).view(1, 128)
+
+    def decay(rounded_to_nearest: bool) -> Tensor:
         values = torch.full((1, 128), 0.25)
         values[0, 0] = 1.0
         for step in range(1, 2001):
             values = torch.where(torch.arange(128) == 0, 1.0, values * 0.999)
             codes, scale = UNSIGNED.encode(values, Place(step))
             if rounded_to_nearest:
-                codes = torch.round(values.sqrt().sqrt() / scale * 255).to(torch.uint8)
+                codes = to_nearest(values, scale)
             values = UNSIGNED.decode((codes, scale))
         return values[0, 1:]
 
@@ -129,72 +221,65 @@ def test_the_scale_stands_still_while_values_move_a_little() -> None:
     values = moments((64, 128), False)
     before = UNSIGNED.encode(values, Place(1))[1]
     after = UNSIGNED.encode(values * 0.999, Place(2))[1]
-    # A block moves by 0.00025 of an octave of the root: of grid steps of 1/8 octave 0.3 % change.
+    # A block's root moves by 0.0007 of an octave: of steps of a quarter of an octave 0.3 % change.
     assert (before != after).float().mean() < 0.05
 
 
-# Wide blocks
+# Kinds of blocks
+
+SMALL = (1 / 32, 1 / 512)  # of the scale: half an offset
 
 
-def wide_values(small: int = 127, ratio: float = 1e-3) -> torch.Tensor:
-    """Roots of one block: one, some that are much smaller, the others a half."""
-    roots = torch.full((1, 128), 0.5)
-    roots[0, 0] = 1.0
-    roots[0, 1 : 1 + small] = ratio * torch.linspace(0.5, 1.0, small) if small else ratio
-    return roots * roots
+@pytest.mark.parametrize(
+    ("smallest", "kind"),
+    [(SMALL[0], 0), (SMALL[0] * (1 - 2 * U), 1), (SMALL[1], 1), (SMALL[1] * (1 - 2 * U), 2), (0.0, 0)],
+)
+def test_one_small_root_decides_how_fine_levels_are(smallest: float, kind: int) -> None:
+    """Of the scale, which is 1.25 where the largest root is 1; what is zero has no say, nor has a block's padding."""
+    roots = torch.full((1, 100), 0.5)
+    roots[0, 0], roots[0, 7] = 1.0, 1.25 * smallest
+    squares = roots.double().square()
+    assert torch.equal(squares.float().sqrt(), roots)
+    scale, found = split(UNSIGNED.encode(squares.float(), Place(1))[1])
+    assert (scale.item(), found.item()) == (1.25, kind)
 
 
-def test_levels_are_sixteenths_of_an_octave() -> None:
-    numbers = torch.arange(16, 254 * 16)
-    exact = 2.0 ** (numbers.double() / 16 - 127)
-    assert ((level(numbers).double() / exact - 1).abs() <= U).all()
-    scales = (2.0 ** (torch.arange(-8 * 30, 8 * 30).double() / 8)).float()
-    off = level(top_level(scales)).double() / scales.double() ** 2 - 1
-    assert (off.abs() < 4 * U).all()
-
-
-@pytest.mark.parametrize(("small", "wide"), [(0, False), (15, False), (16, True), (127, True)])
-def test_a_block_is_wide_where_an_eighth_of_it_is_far_below_its_top(small: int, wide: bool) -> None:
-    values = wide_values(small)
-    scale = UNSIGNED.encode(values, Place(1))[1]
-    assert scale.abs() == 1.0
-    assert bool(torch.signbit(scale)) == wide
-    # What is zero has no say; neither have the other block, the step and the padding of a short block.
-    half = torch.cat([values[:, :1], values[:, 1 : 1 + small]], dim=1)
-    assert bool(torch.signbit(UNSIGNED.encode(half, Place(9))[1])) == (small > 0)
-
-
-def test_the_border_of_small_is_the_64th_part_of_the_top_level() -> None:
-    for ratio, wide in ((1 / 64, False), (1 / 64 * (1 - 2 * U), True)):
-        roots = torch.full((1, 128), ratio)
-        roots[0, 0] = 1.0
-        assert bool(torch.signbit(UNSIGNED.encode(roots * roots, Place(1))[1])) == wide
-
-
-def test_levels_are_not_rounded_again() -> None:
-    """What was read back is written as it was, at any step, and under a larger scale, too: codes move as one."""
-    values = wide_values()
+@EVERY_KIND
+def test_levels_are_not_rounded_again(kind: int) -> None:
+    """What was read back is written as it was, at any step: only what changes is rounded."""
+    values = seconds((16, 128), kind, seed=2)
     for step in range(1, 40):
-        parts = UNSIGNED.encode(values, Place(step))
-        back = UNSIGNED.decode(parts)
-        again = UNSIGNED.encode(back, Place(step + 1))
-        assert all(torch.equal(a, b) for a, b in zip(parts, again, strict=True))
-        for eighths in range(1, 9):
-            back[0, 0] = 2.0 ** (eighths / 2)
-            codes, scale = UNSIGNED.encode(back, Place(step + 2))
-            assert torch.equal(codes[0, 1:], parts[0][0, 1:] - 4 * eighths)
-            assert torch.equal(UNSIGNED.decode((codes, scale))[0, 1:], back[0, 1:])
+        codes, scale = UNSIGNED.encode(values, Place(step))
+        back = UNSIGNED.root((codes, scale))
+        again = UNSIGNED.encode((back.double() ** 2).float(), Place(step + 1))
+        exact = (back.double() ** 2).float().sqrt() == back
+        same = (again[1] == scale).expand(codes.shape) & exact
+        assert same.float().mean() > 0.6
+        assert torch.equal(again[0][same], codes[same])
 
 
-def test_a_level_is_right_on_average() -> None:
-    """Dithering is linear between two levels, in the root."""
-    values, count = wide_values(), 100
-    sums = torch.zeros(values.shape, dtype=torch.float64)
-    for step in range(1, count + 1):
-        sums += UNSIGNED.root(UNSIGNED.encode(values, Place(step))).double()
-    exact = values.double().sqrt()
-    gap = exact * (2 ** (1 / 16) - 1)
-    assert ((sums / count - exact).abs() / gap)[0, 1:].max() < DITHER_MEAN
+@EVERY_KIND
+def test_a_root_errs_by_one_level_of_its_kind(kind: int) -> None:
+    values = seconds((16, 300), kind, seed=4)
+    for step in range(1, 20):
+        codes, stored = UNSIGNED.encode(values, Place(step))
+        scale, kinds = (x.repeat_interleave(128, 1)[:, :300] for x in split(stored))
+        exact, found = values.double().sqrt(), UNSIGNED.root((codes, stored)).double()
+        below = (exact > 0) & (exact < LAST * scale) & (kinds == 2)
+        assert ((found[below] / (LAST * scale)[below] - 1).abs() < 0.06).all()
+        assert bool(below.any()) == (kind == 2)
+        gap = gaps(exact, scale, kinds)
+        assert ((found - exact).abs() <= gap)[~below].all()
+        assert ((found - exact).abs() > gap / 16).float().mean() > 0.5  # the control: no finer
+
+
+@pytest.mark.parametrize(
+    ("bits", "kept"), [(0x3FA00003, False), (0x3FA00004, False), (0x3F900000, False), (0x3FA00002, True)]
+)
+def test_a_scale_that_no_block_has_is_a_fault(bits: int, kept: bool) -> None:
+    scale = torch.tensor([[bits]], dtype=torch.int32).view(torch.float32)
+    fault = UNSIGNED.fault((torch.ones(1, 128, dtype=torch.uint8), scale), signed=False, finite=True)
+    assert fault == ("" if kept else "a scale that no block has")
 
 
 # The first moment in units of the second's root
@@ -205,9 +290,42 @@ def test_a_moment_with_a_unit_errs_by_a_code_of_the_quotient() -> None:
     root = UNSIGNED.root(UNSIGNED.encode(v, Place(3)))
     back = SIGNED.decode(SIGNED.encode(m, Place(3), root), root)
     quotient = torch.where(root > 0, m / root, 0.0)
-    bound = int8_signed_bound(quotient, largest_of_block(quotient)) * root.double() * (1 + 8 * U)
+    bound = int8_quotient_bound(quotient, largest_of_block(quotient)) * root.double() * (1 + 8 * U)
     assert ((back.double() - quotient.double() * root.double()).abs() <= bound).all()
     assert (back[root == 0] == 0).all()
+
+
+def test_quotients_use_their_range_and_no_more() -> None:
+    """Both ends under every dither: 127 and -127 are reached, -128 (which would be 128, wrapped) never."""
+    generator = torch.Generator().manual_seed(8)
+    size = torch.exp(3 * torch.randn(512, 1, generator=generator))
+    quotients = size * torch.tensor([1.0, -1.0] * 64)
+    lowest, highest = 0, 0
+    for step in range(1, 60):
+        codes, scale = SIGNED.encode(quotients, Place(step), torch.ones_like(quotients))
+        assert torch.equal(scale, size)
+        assert (codes.abs() >= 126).all()
+        assert torch.equal(codes.sign(), quotients.sign().to(torch.int8))
+        lowest, highest = min(lowest, codes.min().item()), max(highest, codes.max().item())
+    assert (lowest, highest) == (-127, 127)
+
+
+def test_the_mean_of_quotients_over_steps_is_right() -> None:
+    quotients = torch.linspace(-1.0, 1.0, 512).view(4, 128)
+    sums, count = torch.zeros(quotients.shape, dtype=torch.float64), 100
+    for step in range(1, count + 1):
+        codes, scale = SIGNED.encode(quotients, Place(step), torch.ones_like(quotients))
+        sums += codes.double()
+    exact = quotients.double() / scale.double() * 127
+    assert (sums / count - exact).abs().max() < DITHER_MEAN
+    assert (exact.round() - exact).abs().max() > 2 * DITHER_MEAN
+
+
+@pytest.mark.parametrize(("largest", "kept"), [(2.0**-64, True), (2.0**-64 * (1 - U), False), (1e-40, False)])
+def test_quotients_of_nothing_are_nothing(largest: float, kept: bool) -> None:
+    quotients = largest * torch.linspace(-1.0, 1.0, 128).view(1, 128)
+    codes, scale = SIGNED.encode(quotients, Place(5), torch.ones_like(quotients))
+    assert bool(codes.any()) == bool(scale.any()) == kept
 
 
 @pytest.mark.parametrize("bad", [0.0, torch.inf, torch.nan])

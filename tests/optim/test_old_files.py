@@ -18,10 +18,12 @@ from torch.nn import Parameter
 
 from lightning_fuse import FusedAdamW, FusedSGD, LoadOptions
 from lightning_fuse.formats import MASTERS, STATE_FORMATS
+from lightning_fuse.formats.format import state_tensors
 from lightning_fuse.optim.state_io import FORMAT_VERSION
 from lightning_fuse.rules import RULES
+from tests.formats.values import largest_of_block
 from tests.optim.models import same_bits
-from tests.tolerances import INT8_READ_ANEW
+from tests.tolerances import INT8_READ_ANEW, U, int8_quotient_bound, int8_unsigned_bound
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 VERSIONS = range(1, FORMAT_VERSION + 1)
@@ -80,13 +82,42 @@ def test_this_versions_own_is_read_bit_for_bit(kind: str) -> None:
         assert same_bits(now, tensors)
 
 
+@pytest.mark.parametrize("kind", ["int8", "amsgrad"])
+@pytest.mark.parametrize("version", range(1, FORMAT_VERSION))
+def test_int8_of_an_earlier_version_goes_on_as_int8(version: int, kind: str) -> None:
+    """What the file meant is encoded anew: within a code of this version's, and the report says so."""
+    held = saved(version, kind)
+    optimizer, params = loaded(held, state="int8")
+    assert f"state int8 of version {version} -> int8" in str(optimizer.last_load)
+    codec, moments = STATE_FORMATS["int8"], RULES[held["optimizer"]["lightning_fuse"]["rules"][0]].moments
+    p, (first, *seconds, _) = params["wide"], held["decoded"]["wide"]
+    kept = [state_tensors(m, codec.codec(m), optimizer.state[p], tuple(p.shape)) for m in moments]
+    for parts, second in zip(kept[1:], seconds, strict=True):
+        error = (codec.unsigned.decode(parts).double() - second.double()).abs()
+        assert (error <= int8_unsigned_bound(second, largest_of_block(second))).all()
+    root = seconds[0].double().sqrt()
+    assert root.all()
+    quotient, now = torch.where(root > 0, first / root, 0.0), codec.unsigned.root(kept[1]).double()
+    found = codec.signed.decode(kept[0], now.float()).double()
+    bound = int8_quotient_bound(quotient, largest_of_block(quotient)) * now * (1 + 8 * U)
+    assert ((found - quotient * now).abs() <= bound).all()
+
+
 def test_version_1_differs_from_version_2() -> None:
-    """The control: read without its version, a file of version 1 would give other first moments."""
+    """The control: read as of the next version, a file would give other first moments."""
     held = saved(1, "int8")
     held["optimizer"]["lightning_fuse"]["format_version"] = 2
     optimizer, params = loaded(held, state="fp32")
     read, value = optimizer.state[params["wide"]]["exp_avg"], held["decoded"]["wide"][0]
     assert ((read - value).abs() > 0.1 * value.abs()).any()
+
+
+def test_version_2_differs_from_version_3() -> None:
+    """The control: its scales are none of the next version's."""
+    held = saved(2, "int8")
+    held["optimizer"]["lightning_fuse"]["format_version"] = 3
+    with pytest.raises(ValueError, match="a scale that no block has"):
+        loaded(held, state="fp32")
 
 
 def test_files_are_small() -> None:

@@ -12,12 +12,10 @@ import torch
 from torch.nn import Parameter
 
 from lightning_fuse import FusedAdamW, FusedSGD
-from lightning_fuse.formats import MASTERS, STATE_FORMATS, Place
+from lightning_fuse.formats import MASTERS, STATE_FORMATS
 from lightning_fuse.rules import RULES
-from tests.formats.values import largest_of_block
 from tests.optim.models import bits, give_gradients, groups_of, parameters, same_bits, train
 from tests.rules.rule_table import CASES
-from tests.tolerances import U, int8_signed_bound
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -189,40 +187,11 @@ def test_a_state_dict_is_plain_data() -> None:
     optimizer = FusedAdamW(params.items(), state="int8", master="split")
     train(optimizer, params, range(1))
     about = optimizer.state_dict()["lightning_fuse"]
-    assert about["format_version"] == 2
+    assert about["format_version"] == 3
     assert about["rules"] == ["adamw"] * 4
     assert about["formats"] == ["int8", "int8", "fp32", "fp32"]
     assert about["masters"] == ["split"] * 4
     assert through_a_file(optimizer.state_dict())["lightning_fuse"] == about
-
-
-def test_version_1_is_read() -> None:
-    """It kept int8 first moments on their own; those come back within a code, everything else bit for bit."""
-    params = parameters()
-    optimizer = FusedAdamW(params.items(), state=[("*", "int8")])
-    train(optimizer, params, range(3))
-    saved, codec = copy.deepcopy(optimizer.state_dict()), STATE_FORMATS["int8"].signed
-    root_of, place = STATE_FORMATS["int8"].unsigned.root, Place(3)
-    saved["lightning_fuse"]["format_version"] = 1
-    for held in saved["state"].values():
-        root = root_of((held["exp_avg_sq.codes"], held["exp_avg_sq.scale"]))
-        values = codec.decode((held["exp_avg.codes"], held["exp_avg.scale"]), root)
-        held["exp_avg.codes"], held["exp_avg.scale"] = codec.encode(values, place)
-    weights = copied(params)
-    resumed = FusedAdamW(weights.items(), state=[("*", "int8")])
-    resumed.load_state_dict(saved)
-    for index, p in enumerate(weights.values()):
-        held, old = resumed.state[p], saved["state"][index]
-        assert torch.equal(held["exp_avg_sq.codes"], old["exp_avg_sq.codes"])
-        assert torch.equal(held["exp_avg_sq.scale"], old["exp_avg_sq.scale"])
-        root = root_of((held["exp_avg_sq.codes"], held["exp_avg_sq.scale"]))
-        found = codec.decode((held["exp_avg.codes"], held["exp_avg.scale"]), root)
-        kept = codec.decode((old["exp_avg.codes"], old["exp_avg.scale"]))
-        in_units = torch.where(root > 0, kept / root, 0.0)
-        assert (
-            (found - kept).abs() <= int8_signed_bound(in_units, largest_of_block(in_units)) * root * (1 + 8 * U)
-        ).all()
-        assert (found != 0).any()
 
 
 def test_a_deep_copy_of_a_state_dict_loads_too() -> None:

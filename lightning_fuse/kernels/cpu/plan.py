@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_fuse.formats.int8 import row_length
+from lightning_fuse.formats.blocks import row_length
 from lightning_fuse.kernels.cpu.tables import (
     DTYPE_IDS,
     GRADIENT_COLUMNS,

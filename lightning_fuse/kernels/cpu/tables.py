@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_fuse.formats.int8 import row_length
+from lightning_fuse.formats.blocks import row_length
 from lightning_fuse.kernels.kernel import Slot, StoredMoment, overlaps
 from lightning_fuse.kernels.pieces import PIECE, piece_ends
 

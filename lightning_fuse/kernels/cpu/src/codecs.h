@@ -69,41 +69,46 @@ inline float largest_magnitude(const float* x, int count) {
     return float_of(static_cast<uint32_t>(largest));
 }
 
-// Mantissas of 2^(k/16), rounded to float32; the last one carries into the exponent. Every second is one of 2^(k/8).
-constexpr uint32_t kMantissas[17] = {
-    0x000000, 0x05AAC3, 0x0B95C2, 0x11C3D3, 0x1837F0, 0x1EF532, 0x25FED7, 0x2D583F, 0x3504F3,
-    0x3D08A4, 0x45672A, 0x4E248C, 0x5744FD, 0x60CCDF, 0x6AC0C7, 0x75257D, 0x800000};
-constexpr int kWideLevels = 96;
-constexpr int kWideShare = 8;
-constexpr int32_t kLevelOfOne = 16 * 127;
-
-// The smallest float32 on the grid 2^(k/8) that is not below x; 0 for 0.
-inline float grid_ceil(float x) {
-    const uint32_t bits = bits_of(x), mantissa = bits & 0x7FFFFFu;
-    int steps = 0;
-    for (int k = 0; k < 8; ++k) steps += mantissa > kMantissas[2 * k];
-    return x > 0.0f ? float_of((bits & 0x7F800000u) + kMantissas[2 * steps]) : 0.0f;
+// What is not finite becomes zero; returns the largest magnitude.
+inline float drop_not_finite(float* values, int count) {
+    for (int i = 0; i < count; ++i) values[i] = is_finite(bits_of(values[i])) ? values[i] : 0.0f;
+    return largest_magnitude(values, count);
 }
 
-// The level of a given number, 2^(number / 16 - 127).
-inline float level(int32_t number) {
-    return float_of((static_cast<uint32_t>(number >> 4) << 23) + kMantissas[number & 15]);
+// A scale is 35/32 of the largest root, rounded up to 2 bits of mantissa; its lowest bits are the block's kind.
+constexpr uint32_t kScaleMask = (1u << 21) - 1;
+constexpr uint32_t kWide = 2;
+
+inline float scale_of(float largest, float smallest) {
+    const float scale = float_of((bits_of(largest * 1.09375f) + kScaleMask) & ~kScaleMask);
+    const uint32_t kind = (smallest < scale * 0x1p-5f) + (smallest < scale * 0x1p-9f);
+    return largest > 0.0f ? float_of(bits_of(scale) | kind) : 0.0f;
 }
 
-// The number of the level that is the square of a scale on the grid 2^(k/8).
+inline bool is_wide(float scale) { return (bits_of(scale) & 3u) == kWide; }
+
+// Where the codes of a block stand that is not wide: level 0 has the bits of the offset, which is added to the root, and
+// a code is shifted by some bits.
+struct Levels {
+    float offset;
+    int32_t shift;
+};
+
+inline Levels levels_of(float scale) {
+    const uint32_t bits = bits_of(scale), kind = bits & 3u;
+    return {float_of(bits - kind) * (kind ? 0x1p-8f : 0x1p-4f), static_cast<int32_t>(17 + kind)};
+}
+
+// Of wide blocks, by quarter of the mantissa: how many levels lie in it, how many before it, and mantissa bits from one
+// to the next; as arithmetic, which vectorises where a table does not.
+inline int32_t levels_in(int32_t quarter) { return 5 - (quarter > 0) - (quarter > 2); }
+inline int32_t levels_before(int32_t quarter) { return 4 * quarter + (quarter > 0); }
+inline int32_t level_step(int32_t quarter) { return quarter == 0 ? 419431 : quarter == 3 ? 699051 : 524288; }
+
+// The number of the level that a scale is.
 inline int32_t top_level(float scale) {
-    const uint32_t bits = bits_of(scale) & 0x7FFFFFFFu, mantissa = bits & 0x7FFFFFu;
-    int32_t eighths = 0;
-    for (int k = 1; k < 8; ++k) eighths += mantissa >= kMantissas[2 * k];
-    return (static_cast<int32_t>(bits >> 23) - 127) * 32 + eighths * 4 + kLevelOfOne;
-}
-
-// A block is wide where an eighth of what is not zero in it lies below 1/64 of its top level: where the sum of these
-// shares is not negative, and something is there.
-inline float wide_limit(float scale) { return level(top_level(scale) - kWideLevels); }
-inline int32_t wide_share(float root, float limit) {
-    const int32_t bits = static_cast<int32_t>(bits_of(root)), side = root < limit ? kWideShare - 1 : -1;
-    return bits > 0 ? side : 0;
+    const int32_t bits = static_cast<int32_t>(bits_of(scale));
+    return (bits >> 23) * 16 + levels_before(bits >> 21 & 3);
 }
 
 // One code. What is truncated is never negative, so truncating is rounding down.
@@ -115,40 +120,48 @@ inline int8_t signed_code(float root, float per_unit, uint32_t word) {
     return static_cast<int8_t>(static_cast<int32_t>(bits_of(root)) < 0 ? -code : code);
 }
 
-inline int32_t unsigned_code(float fourth, float per_unit, uint32_t word) {
-    int32_t code = static_cast<int32_t>(plus_dither(fourth * per_unit, word));
-    code = code > 255 ? 255 : code;
-    // A value > 0 never becomes code 0: 1 for every positive float, 0 for zero, as an integer that vectorises.
-    const int32_t least = static_cast<int32_t>((bits_of(fourth) + 0x7FFFFFFFu) >> 31);
-    return code < least ? least : code;
+inline uint8_t unsigned_code(float root, const Levels& levels, uint32_t word) {
+    const uint32_t above = bits_of(root + levels.offset) - bits_of(levels.offset);
+    return static_cast<uint8_t>((above + (word >> (32 - levels.shift))) >> levels.shift);
 }
 
-// A code of a wide block: the level below, and how far it is to the next one.
-inline uint8_t level_code(float root, int32_t top, uint32_t word) {
-    const uint32_t bits = bits_of(root), mantissa = bits & 0x7FFFFFu;
-    int below = 0;
-    for (int k = 1; k < 16; ++k) below += mantissa >= kMantissas[k];
-    const float rest = static_cast<float>(static_cast<int32_t>(mantissa - kMantissas[below]));
-    const float gap = static_cast<float>(static_cast<int32_t>(kMantissas[below + 1] - kMantissas[below]));
-    const int32_t number = static_cast<int32_t>(bits >> 23) * 16 + below + static_cast<int32_t>(rest / gap + dither_fraction(word));
-    int32_t code = number - top + 255;
+inline float root_of_code(uint8_t code, const Levels& levels) {
+    return float_of(bits_of(levels.offset) + (static_cast<uint32_t>(code) << levels.shift)) - levels.offset;
+}
+
+// Of a wide block: the level below, and how far it is to the next one.
+inline uint8_t wide_code(float root, int32_t top, uint32_t word) {
+    const int32_t bits = static_cast<int32_t>(bits_of(root)), quarter = bits >> 21 & 3, rest = bits & 0x1FFFFF;
+    const int32_t above = (rest * levels_in(quarter) + static_cast<int32_t>(word >> 11)) >> 21;
+    int32_t code = (bits >> 23) * 16 + levels_before(quarter) + above - top + 255;
     code = code > 255 ? 255 : code < 1 ? 1 : code;
-    return static_cast<uint8_t>(root > 0.0f ? code : 0);
+    return static_cast<uint8_t>(bits > 0 ? code : 0);
 }
 
-inline float level_of_code(uint8_t code, int32_t top) { return code ? level(code - 255 + top) : 0.0f; }
+inline float root_of_wide_code(uint8_t code, int32_t top) {
+    const int32_t number = code - 255 + top, place = number & 15;
+    const int32_t quarter = (place >= levels_before(1)) + (place >= levels_before(2)) + (place >= levels_before(3));
+    const int32_t mantissa = (quarter << 21) + (place - levels_before(quarter)) * level_step(quarter);
+    return code ? float_of(static_cast<uint32_t>((number >> 4) * (1 << 23) + mantissa)) : 0.0f;
+}
 
-// What a code stands for is its square times a unit of the block. Squares are exact, and fit into 16 bits.
+// A quotient's code, evenly spaced; `per_unit` makes it a fraction of 24 bits, and shifting rounds down.
+constexpr float kQuotientCodes = 127.0f * 0x1p24f - 256.0f;
+constexpr float kSmallestQuotient = 0x1p-64f;
+
+inline float quotient_scale(float largest) { return largest >= kSmallestQuotient ? largest : 0.0f; }
+inline float per_quotient(float scale) { return scale > 0.0f ? kQuotientCodes / scale : 0.0f; }
+inline int8_t quotient_code(float quotient, float per_unit, uint32_t word) {
+    return static_cast<int8_t>((static_cast<int32_t>(quotient * per_unit) + static_cast<int32_t>(word >> 8)) >> 24);
+}
+
+// What a code of momentum stands for is its square times a unit of the block. Squares are exact, and fit into 16 bits.
 inline float signed_square(int8_t code) {
     const int16_t wide = code, magnitude = static_cast<int16_t>(wide < 0 ? -wide : wide);
     return static_cast<float>(static_cast<int16_t>(wide * magnitude));
 }
-inline float unsigned_square(uint8_t code) {
-    const uint16_t wide = code;
-    return static_cast<float>(static_cast<int32_t>(static_cast<uint16_t>(wide * wide)));
-}
-inline float signed_unit(float scale) { return scale / 16129.0f; }             // 127^2
-inline float unsigned_unit(float scale) { return (scale * scale) / 65025.0f; }  // 255^2
+inline float signed_unit(float scale) { return scale / 16129.0f; }  // 127^2
+inline float quotient_unit(float scale) { return scale / 127.0f; }
 
 // One block each. `word` is the dither word of the block's first element.
 
@@ -156,15 +169,19 @@ inline void decode_signed(const int8_t* __restrict codes, float* __restrict valu
     for (int i = 0; i < count; ++i) values[i] = signed_square(codes[i]) * unit;
 }
 
+inline void decode_quotients(const int8_t* __restrict codes, float* __restrict values, int count, float unit) {
+    for (int i = 0; i < count; ++i) values[i] = static_cast<float>(codes[i]) * unit;
+}
+
 // Square roots of what the codes stand for.
 inline void decode_roots(const uint8_t* __restrict codes, float* __restrict roots, int count, float scale) {
-    if (bits_of(scale) >> 31) {
+    if (is_wide(scale)) {
         const int32_t top = top_level(scale);
-        for (int i = 0; i < count; ++i) roots[i] = level_of_code(codes[i], top);
+        for (int i = 0; i < count; ++i) roots[i] = root_of_wide_code(codes[i], top);
         return;
     }
-    const float unit = unsigned_unit(scale);
-    for (int i = 0; i < count; ++i) roots[i] = unsigned_square(codes[i]) * unit;
+    const Levels levels = levels_of(scale);
+    for (int i = 0; i < count; ++i) roots[i] = root_of_code(codes[i], levels);
 }
 
 inline void encode_signed(
@@ -175,25 +192,37 @@ inline void encode_signed(
     }
 }
 
-inline void encode_levels(const float* __restrict roots, uint8_t* __restrict codes, int count, float scale, uint32_t word) {
-    const int32_t top = top_level(scale);
+inline void encode_quotients(
+    const float* __restrict values, int8_t* __restrict codes, int count, float per_unit, uint32_t word) {
     for (int i = 0; i < count; ++i) {
-        codes[i] = level_code(roots[i], top, word + static_cast<uint32_t>(i) * kIndexStride);
+        codes[i] = quotient_code(values[i], per_unit, word + static_cast<uint32_t>(i) * kIndexStride);
     }
 }
 
-// From roots, all of them finite; returns the scale to store.
-inline float encode_roots(const float* __restrict roots, uint8_t* __restrict codes, int count, float scale, uint32_t word) {
-    const float per_unit = scale > 0.0f ? 255.0f / scale : 0.0f, limit = wide_limit(scale);
-    int32_t share = 0;
+// The smallest root that is not zero, or infinity.
+inline float smallest_root(const float* roots, int count) {
+    int32_t least = kInfinity;
     for (int i = 0; i < count; ++i) {
-        const uint32_t here = word + static_cast<uint32_t>(i) * kIndexStride;
-        codes[i] = static_cast<uint8_t>(unsigned_code(std::sqrt(roots[i]), per_unit, here));
-        share += wide_share(roots[i], limit);
+        const int32_t bits = static_cast<int32_t>(bits_of(roots[i])), some = bits > 0 ? bits : kInfinity;
+        least = some < least ? some : least;
     }
-    if (share < 0 || !(scale > 0.0f)) return scale;
-    encode_levels(roots, codes, count, scale, word);
-    return -scale;
+    return float_of(static_cast<uint32_t>(least));
+}
+
+// From roots, all of them finite.
+inline void encode_wide(const float* __restrict roots, uint8_t* __restrict codes, int count, float scale, uint32_t word) {
+    const int32_t top = top_level(scale);
+    for (int i = 0; i < count; ++i) {
+        codes[i] = wide_code(roots[i], top, word + static_cast<uint32_t>(i) * kIndexStride);
+    }
+}
+
+inline void encode_roots(const float* __restrict roots, uint8_t* __restrict codes, int count, float scale, uint32_t word) {
+    if (is_wide(scale)) return encode_wide(roots, codes, count, scale, word);
+    const Levels levels = levels_of(scale);
+    for (int i = 0; i < count; ++i) {
+        codes[i] = unsigned_code(roots[i], levels, word + static_cast<uint32_t>(i) * kIndexStride);
+    }
 }
 
 inline float per_signed_unit(float scale) { return scale > 0.0f ? 127.0f / std::sqrt(scale) : 0.0f; }
@@ -219,6 +248,26 @@ inline void close_signed(const Moment& moment, const Span& span, const float* va
     });
 }
 
+inline void open_quotients(const Moment& moment, const Span& span, float* values) {
+    const float* scale = moment.scale + first_scale(span);
+    const int8_t* codes = static_cast<const int8_t*>(moment.data) + span.begin;
+    each_block(span, [=](int at, int length, int b) {
+        decode_quotients(codes + at, values + at, length, quotient_unit(scale[b]));
+    });
+}
+
+// Values that are not finite become zero.
+inline void close_quotients(const Moment& moment, const Span& span, float* values) {
+    float* scale = moment.scale + first_scale(span);
+    int8_t* codes = static_cast<int8_t*>(moment.data) + span.begin;
+    const uint32_t word = first_word(span.index, span.step, kPhaseSigned);
+    each_block(span, [=](int at, int length, int b) {
+        scale[b] = quotient_scale(drop_not_finite(values + at, length));
+        const uint32_t here = word + static_cast<uint32_t>(at) * kIndexStride;
+        encode_quotients(values + at, codes + at, length, per_quotient(scale[b]), here);
+    });
+}
+
 inline void open_roots(const Moment& moment, const Span& span, float* roots) {
     const float* scale = moment.scale + first_scale(span);
     const uint8_t* codes = static_cast<const uint8_t*>(moment.data) + span.begin;
@@ -232,9 +281,8 @@ inline void close_unsigned(const Moment& moment, const Span& span, const float* 
     each_block(span, [=](int at, int length, int b) {
         float roots[kBlock];
         for (int i = 0; i < length; ++i) roots[i] = std::sqrt(float_of(finite_magnitude(values[at + i])));
-        // The root of the largest value is the largest root: a correctly rounded root never changes the order.
-        const float largest = grid_ceil(std::sqrt(largest_magnitude(roots, length)));
-        scale[b] = encode_roots(roots, codes + at, length, largest, word + static_cast<uint32_t>(at) * kIndexStride);
+        scale[b] = scale_of(largest_magnitude(roots, length), smallest_root(roots, length));
+        encode_roots(roots, codes + at, length, scale[b], word + static_cast<uint32_t>(at) * kIndexStride);
     });
 }
 
@@ -294,14 +342,19 @@ inline void open_unit(const Moment& moment, const Span& span, float* roots) {
     for (int i = 0; i < span.count; ++i) roots[i] = float_of(finite_magnitude(std::sqrt(values[i])));
 }
 
-// From a moment relative to its unit to the moment, and back. The first roots are those of the unit as it is kept, the
-// second those of its values before they are encoded; a quotient that is not finite is kept as a zero.
-inline void from_units(const float* __restrict roots, float* __restrict values, int count) {
-    for (int i = 0; i < count; ++i) values[i] = values[i] * roots[i];
+// A signed int8 moment with a unit: what is kept is its quotient by the root of the unit, that of the unit as it is kept
+// when it is opened, that of the unit's values before they are encoded when it is closed.
+inline float* open_relative(const Moment& moment, const Moment& unit, const Span& span, float* values) {
+    alignas(64) float roots[kTile];
+    open_unit(unit, span, roots);
+    open_quotients(moment, span, values);
+    for (int i = 0; i < span.count; ++i) values[i] = values[i] * roots[i];
+    return values;
 }
 
-inline void to_units(const float* __restrict unit, float* __restrict values, int count) {
-    for (int i = 0; i < count; ++i) values[i] = values[i] / float_of(finite_magnitude(std::sqrt(unit[i])));
+inline void close_relative(const Moment& moment, const float* unit, const Span& span, float* values) {
+    for (int i = 0; i < span.count; ++i) values[i] = values[i] / float_of(finite_magnitude(std::sqrt(unit[i])));
+    close_quotients(moment, span, values);
 }
 
 }  // namespace

@@ -108,6 +108,14 @@ bool is_relative(const Variant& variant, const Slot& slot) {
     return variant.has_unit && slot.moments[0].codec == Codec::kInt8Signed;
 }
 
+// float32 values of all moments: in place, or in the buffers.
+void open_moments(
+    const Variant& variant, const Slot& slot, const Span& span, float (*buffers)[kTile], float** moments) {
+    const int relative = is_relative(variant, slot);
+    if (relative) moments[0] = open_relative(slot.moments[0], slot.moments[1], span, buffers[0]);
+    for (int k = relative; k < variant.moments; ++k) moments[k] = open_moment(slot.moments[k], span, buffers[k]);
+}
+
 void step_tile(const Slot& slot, const Gradient& grad, const Scalars& scalars, const Span& span) {
     alignas(64) float weights[kTile], grads[kTile], raw_param[kTile], raw_grad[kTile], values[kMaxMoments][kTile];
     const Variant& variant = kVariants[static_cast<int>(slot.rule)];
@@ -124,16 +132,11 @@ void step_tile(const Slot& slot, const Gradient& grad, const Scalars& scalars, c
     } else if (bf16) {
         variant.update_bf16(scalars, span, weight, g, slot.moments);
     } else {
-        alignas(64) float roots[kTile];
-        const bool relative = is_relative(variant, slot);
-        for (int k = 0; k < variant.moments; ++k) moments[k] = open_moment(slot.moments[k], span, values[k]);
-        if (relative) {
-            open_unit(slot.moments[1], span, roots);
-            from_units(roots, moments[0], span.count);
-        }
+        const int relative = is_relative(variant, slot);  // how many moments have a unit: the first, or none
+        open_moments(variant, slot, span, values, moments);
         variant.update(scalars, span.count, weight, g, moments);
-        if (relative) to_units(moments[1], moments[0], span.count);
-        for (int k = 0; k < variant.moments; ++k) close_moment(slot.moments[k], span, moments[k]);
+        if (relative) close_relative(slot.moments[0], moments[1], span, moments[0]);
+        for (int k = relative; k < variant.moments; ++k) close_moment(slot.moments[k], span, moments[k]);
     }
     close_weight(slot, span, weight, param);
     if (slot.layout && slot.dtype == Dtype::kFloat32) {
@@ -191,7 +194,6 @@ double sum_of_squares(const Gradient& grad, const Piece& piece) {
 // and a master copy whose parameter somebody has written to.
 void measure_piece(const Plan& plan, int64_t number) {
     alignas(64) float weights[kTile], grads[kTile], raw_param[kTile], raw_grad[kTile], values[kMaxMoments][kTile];
-    alignas(64) float roots[kTile];
     const Piece& piece = plan.pieces[number];
     const Slot& slot = plan.slots[piece.slot];
     const Variant& variant = kVariants[static_cast<int>(slot.rule)];
@@ -202,11 +204,7 @@ void measure_piece(const Plan& plan, int64_t number) {
         void* param = contiguous(slot.param, slot.dtype, slot.layout, span.begin, span.count, raw_param);
         const float* weight = open_weight(slot, span, param, weights);
         float* moments[kMaxMoments];
-        for (int k = 0; k < variant.moments; ++k) moments[k] = open_moment(slot.moments[k], span, values[k]);
-        if (is_relative(variant, slot)) {
-            open_unit(slot.moments[1], span, roots);
-            from_units(roots, moments[0], span.count);
-        }
+        open_moments(variant, slot, span, values, moments);
         own.add(weight, span.count);
         variant.add_others(plan.scalars[piece.slot], span.count, weight, g, moments, other);
     });
