@@ -44,7 +44,8 @@ SHAPES = {"few large": [(820, 1024)] * 40, "many small": [(172, 128)] * 768}
 OVERHEAD = "overhead"  # the task of contract_overhead.py
 TINY = {"a thousand tiny": [(2, 4)] * 1000}  # what is left is the work of the host
 SHAPES_OF = {"host cost": TINY}  # other shapes than those that are asked for
-WARMUP = 3
+WARMUP = 8
+BATCHES = 4  # of gradients, that take turns: with one alone second moments would have the spread of single squares
 LR = 1e-3
 CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
 OTHERS = 1.5  # load per core above which others are at work; the threads of this script count as well
@@ -179,22 +180,26 @@ def parameters(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> Params:
     """Parameters with gradients, each tensor an allocation of its own, as a model has them."""
     params = [Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
     for p in params:
-        p.grad = (torch.randn(p.shape) * 0.1).to(dtype)
+        p.grad = torch.zeros_like(p)
     return params
 
 
 def measure(
     task: str, shape: str, contestants: Sequence[Contestant], rounds: int, clock: Callable[[], float]
 ) -> list[Measured]:
-    """Times all contestants of one task in turns."""
+    """Times all contestants of one task in turns, each turn with the gradients of another batch."""
     shapes = {**SHAPES, **TINY}[shape]
     elements = sum(rows * columns for rows, columns in shapes)
-    steps = [contestant.make(parameters(shapes, contestant.dtype)) for contestant in contestants]
+    batches = [[torch.randn(size) * 0.1 for size in shapes] for _ in range(BATCHES)]
+    params = [parameters(shapes, contestant.dtype) for contestant in contestants]
+    steps = [contestant.make(own) for contestant, own in zip(contestants, params, strict=True)]
     source, target = torch.ones(elements), torch.ones(elements)
     steps.append(lambda: target.copy_(source))
     seconds: list[list[float]] = [[] for _ in steps]
     slow: set[int] = set()
     for turn in range(WARMUP + rounds):
+        for own in params:
+            torch._foreach_copy_([p.grad for p in own], batches[turn % BATCHES])
         for index in sorted(range(len(steps)), key=lambda i, turn=turn: (i + turn) % len(steps)):
             if index in slow and turn % 8:
                 continue  # a contestant that is ten times slower is sampled less often

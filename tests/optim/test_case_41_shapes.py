@@ -26,6 +26,8 @@ SHAPES = {
     "five": torch.tensor([[1.0, 1e-2, 1e-3, 1e-4, 1e-5]]),
     "half": torch.cat([torch.ones(1), torch.full((64,), 0.1), torch.full((63,), 1e-3)])[None],
     "a fifth": torch.cat([torch.ones(1), torch.full((102,), 0.3), torch.full((25,), 1e-3)])[None],
+    "fifteen": torch.cat([torch.ones(113), torch.full((15,), 1e-3)])[None],
+    "at the end of the middle levels": torch.cat([torch.ones(1), torch.full((127,), 0.0055)])[None],
     "two blocks": torch.cat([torch.ones(1), torch.logspace(-2, -5, 255)])[None],
     "three decades": spread(3.0),
     "three decades below 1e-2": spread(3.0, -2.0),

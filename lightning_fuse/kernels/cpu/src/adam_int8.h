@@ -1,12 +1,13 @@
 // Adam over int8 moments as one, in two passes over a block: the codecs' decoding, the rule, the quotient of the moments
 // and the search for the largest and smallest; then the encoding of both, which need the scales of the block. The root
-// that the rule takes of v serves the quotient and the codec of v. Same operations as codecs.h, same bits.
+// that the rule takes of v serves the quotient and the codec of v. Same operations as int8.h, same bits.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 
 #include "codecs.h"
+#include "int8.h"
 #include "rules.h"
 
 namespace {
