@@ -141,10 +141,13 @@ class Int8Unsigned(Codec):
         roots = sqrt(to_blocks(_finite(values)))
         scale, word = scale_of(roots), _block_words(values, place, PHASE_UNSIGNED)
         kind, offset, shift = (of_block.unsqueeze(-1) for of_block in levels_of(scale))
-        code = (float_bits(roots + offset) - float_bits(offset) + (word >> (32 - shift))) >> shift
-        if bool((kind == WIDE).any()):
-            top = top_level(scale).unsqueeze(-1)
-            code = torch.where(kind == WIDE, _wide_codes(roots, top, word), code)
+        code = float_bits(roots + offset)  # in place from here: int64 takes twice the memory of the values
+        code -= float_bits(offset)
+        code += word >> (32 - shift)
+        code >>= shift
+        wide = kind.squeeze(-1) == WIDE
+        if bool(wide.any()):
+            code[wide] = _wide_codes(roots[wide], top_level(scale[wide]).unsqueeze(-1), word[wide])
         return from_blocks(code, values.shape).to(torch.uint8), scale.view(scale_shape(values.shape))
 
     def decode(self, parts: tuple[Tensor, ...], root: Tensor | None = None) -> Tensor:
@@ -158,9 +161,9 @@ class Int8Unsigned(Codec):
         blocks = to_blocks(codes).to(torch.int64)
         kind, offset, shift = (per_block(of_block, codes.shape) for of_block in levels_of(scale))
         roots = bits_to_float(float_bits(offset) + (blocks << shift)) - offset
-        if bool((kind == WIDE).any()):
-            wide = _wide_roots(blocks, per_block(top_level(scale), codes.shape))
-            roots = torch.where(kind == WIDE, wide, roots)
+        wide = kind.squeeze(-1) == WIDE
+        if bool(wide.any()):
+            roots[wide] = _wide_roots(blocks[wide], top_level(scale.view(wide.shape)[wide]).unsqueeze(-1))
         return from_blocks(roots, codes.shape)
 
     def fault(self, parts: tuple[Tensor, ...], *, signed: bool, finite: bool) -> str:
@@ -224,8 +227,8 @@ def _wide_codes(roots: Tensor, top: Tensor, word: Tensor) -> Tensor:
     """Codes of wide blocks.
 
     Args:
-        roots: float32, [..., 128], 0 or a normal number > 0.
-        top: Number of the top level, int64, [..., 1].
+        roots: float32, [blocks, 128], 0 or a normal number > 0.
+        top: Number of the top level, int64, [blocks, 1].
         word: Dither words, int64, the shape of ``roots``.
 
     Returns:
@@ -235,9 +238,13 @@ def _wide_codes(roots: Tensor, top: Tensor, word: Tensor) -> Tensor:
     counts, starts = (
         torch.tensor(of_quarter, dtype=torch.int64, device=roots.device) for of_quarter in (COUNTS, STARTS)
     )
-    quarter, rest = bits >> 21 & 3, bits & 0x1FFFFF
-    number = (bits >> 23) * 16 + starts[quarter] + ((rest * counts[quarter] + (word >> 11)) >> 21)
-    return torch.where(roots > 0, (number - top + 255).clamp(1, 255), 0)
+    quarter = bits >> 21 & 3
+    code = (bits >> 23) * 16 + starts[quarter] - (top - 255)
+    bits &= 0x1FFFFF
+    bits *= counts[quarter]
+    bits += word >> 11
+    code += bits >> 21
+    return torch.where(roots > 0, code.clamp_(1, 255), 0)
 
 
 def _wide_roots(code: Tensor, top: Tensor) -> Tensor:

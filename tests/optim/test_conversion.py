@@ -19,7 +19,7 @@ from tests.formats.values import largest_of_block
 from tests.optim.models import bits, parameters, same_bits, train
 from tests.optim.test_refusals import refuse
 from tests.rules.rule_table import CASES
-from tests.tolerances import CODEC_BOUNDS, U, int8_signed_bound
+from tests.tolerances import CODEC_BOUNDS, U, int8_quotient_bound
 
 BF16 = torch.bfloat16
 CONVERT = LoadOptions(formats="convert")
@@ -79,7 +79,7 @@ def test_every_moment_survives_within_the_targets_own_bound(rule: str, saved: st
                 of_unit = before[moment.unit].double().sqrt()
                 ratio = torch.where(of_unit > 0, value / of_unit, 0.0)
                 distance = (after[moment.name].double() - ratio * root).abs()
-                bound = (int8_signed_bound(ratio, largest_of_block(ratio.float())) + 8 * U * ratio.abs()) * root
+                bound = (int8_quotient_bound(ratio, largest_of_block(ratio.float())) + 8 * U * ratio.abs()) * root
             else:
                 distance = (after[moment.name].double() - value.double()).abs()
                 bound = CODEC_BOUNDS[codec.name](value, largest_of_block(value))
@@ -226,4 +226,4 @@ def test_the_moments_of_fp32_and_int8_differ() -> None:
     saved = source.state_dict()
     raw = STATE_FORMATS["int8"].signed.decode((saved["state"][0]["exp_avg.codes"], saved["state"][0]["exp_avg.scale"]))
     right = decoded(source, "adamw", "wide", params["wide"])["exp_avg"]
-    assert ((raw - right).abs() > int8_signed_bound(right, largest_of_block(right))).any()
+    assert ((raw - right).abs() > int8_quotient_bound(right, largest_of_block(right))).any()
