@@ -25,7 +25,9 @@ class Float32(Codec):
         """See ``Codec.parts``."""
         return (Part("", shape, torch.float32),)
 
-    def encode(self, values: Tensor, place: Place, root: Tensor | None = None) -> tuple[Tensor, ...]:
+    def encode(
+        self, values: Tensor, place: Place, root: Tensor | None = None, share: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """See ``Codec.encode``."""
         return (values,)
 
@@ -44,7 +46,9 @@ class BFloat16Signed(Codec):
         """See ``Codec.parts``."""
         return (Part("", shape, torch.bfloat16),)
 
-    def encode(self, values: Tensor, place: Place, root: Tensor | None = None) -> tuple[Tensor, ...]:
+    def encode(
+        self, values: Tensor, place: Place, root: Tensor | None = None, share: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """See ``Codec.encode``."""
         word = dither_word(values.numel(), place.step, self.phase, place.index_start, values.device)
         return (bf16_dithered(values, word.view(values.shape)),)

@@ -69,7 +69,9 @@ class Codec(ABC):
         """The tensors that keep a moment of the given shape. All zeros stand for an all-zero moment."""
 
     @abstractmethod
-    def encode(self, values: Tensor, place: Place, root: Tensor | None = None) -> tuple[Tensor, ...]:
+    def encode(
+        self, values: Tensor, place: Place, root: Tensor | None = None, share: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """Encodes.
 
         Args:
@@ -77,6 +79,7 @@ class Codec(ABC):
             place: Step and index.
             root: Square root of the moment's unit before it is encoded, or None where the moment has no unit. A codec
                 may keep values relative to it, and then keeps 0 where it is 0 or not finite.
+            share: ``share`` of the unit's codec; what is kept relative to the unit is multiplied by it. None for ones.
 
         Returns:
             One tensor for each of ``parts(values.shape)``, in that order.
@@ -104,6 +107,19 @@ class Codec(ABC):
             float32, the parameter's shape.
         """
         return sqrt(self.decode(parts))
+
+    def share(self, values: Tensor) -> Tensor | None:
+        """Where what is kept of a value is more than the value: the root of it over the root that is kept.
+
+        A moment in units of a root that was raised would be raised as much.
+
+        Args:
+            values: float32, a moment that is never negative.
+
+        Returns:
+            float32 in [0, 1], the shape of ``values``; None where it is 1 everywhere.
+        """
+        return None
 
     def fault(self, parts: tuple[Tensor, ...], *, signed: bool, finite: bool) -> str:
         """What no encoding can have left in stored tensors; one pass over them, without a copy.
@@ -216,10 +232,14 @@ def encode_moments(
     Returns:
         The parts of each moment.
     """
-    return tuple(
-        codec.encode(value, place, sqrt(values[_place_of_unit(moment, moments)]) if moment.unit else None)
-        for moment, codec, value in zip(moments, codecs, values, strict=True)
-    )
+    encoded = []
+    for moment, codec, value in zip(moments, codecs, values, strict=True):
+        if moment.unit:
+            unit = _place_of_unit(moment, moments)
+            encoded.append(codec.encode(value, place, sqrt(values[unit]), codecs[unit].share(values[unit])))
+        else:
+            encoded.append(codec.encode(value, place))
+    return tuple(encoded)
 
 
 def _root_of_unit(

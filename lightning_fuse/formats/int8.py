@@ -38,10 +38,11 @@ the octave), top that of S, which is a level, and t = (r - level n) / (level n +
     code = n + floor(t + d) - top + 255          clamped to [1, 255], and 0 for r = 0
     root = level (code - 255 + top), and 0 for code 0
 
-Stored is S, with k in the lowest bits of its mantissa. It has few values, so it stands still from step to step, and
-with it the levels: what was read back is written as it was, whatever the dither. A block gets the finest levels that
+Stored is S, with k in the lowest bits of its mantissa. It has few values, so it stands still in most steps, and with it
+the levels: then what was read back is written as it was, whatever the dither. A block gets the finest levels that
 reach its smallest value: 1.1 % of r + c on average, 2.2 %, or 4.3 % of r. Second moments below the last level stand
-still there, which makes updates too small; nothing makes them large.
+still there, and a quotient by such a root is multiplied by the root over the level, which is what is read back: that
+makes updates too small, and nothing makes them large, a gradient far below eps least of all.
 
 Every bracket without a tensor of values is computed once per block. Second moments have no smallest scale and all
 operations scale exactly with powers of two: multiplying all gradients by one changes no code. A block of zeros has
@@ -73,6 +74,7 @@ from lightning_fuse.rules.rule import divide, sqrt
 
 ROOM = 35 / 32  # a scale over the largest root: leaves 1/16 for the offset, and a level for rounding up
 SCALE_BITS = 21  # lower bits of a float32 that a scale does not use, but for the kind
+SCALES = (2.0**-75, 2.0**65)  # reach of scales: roots of a float32 are 2^-74.5 at least, and below 2^64
 OFFSETS = (2.0**-4, 2.0**-8)  # of the scale, by kind: there are 256 levels from offset to scale
 FINEST_SHIFT = 17  # lower bits of a float32 that the finest levels do not use
 WIDE = 2  # the kind whose levels are logarithmic
@@ -96,11 +98,14 @@ class Int8Signed(Codec):
         """See ``Codec.parts``."""
         return scaled_parts(shape, torch.int8)
 
-    def encode(self, values: Tensor, place: Place, root: Tensor | None = None) -> tuple[Tensor, ...]:
+    def encode(
+        self, values: Tensor, place: Place, root: Tensor | None = None, share: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """See ``Codec.encode``; returns codes and scales."""
         if root is not None:
             # Where the unit is zero this is a quotient that is not finite, and so a zero.
-            return _encode_quotients(_finite(values / _finite(root)), place)
+            quotients = _finite(values / _finite(root))
+            return _encode_quotients(quotients if share is None else quotients * share, place)
         blocks = to_blocks(_finite(values))
         scale = blocks.abs().amax(dim=-1)
         per_unit = torch.where(scale > 0, divide(127.0, sqrt(scale)), 0.0)
@@ -136,7 +141,9 @@ class Int8Unsigned(Codec):
         """See ``Codec.parts``."""
         return scaled_parts(shape, torch.uint8)
 
-    def encode(self, values: Tensor, place: Place, root: Tensor | None = None) -> tuple[Tensor, ...]:
+    def encode(
+        self, values: Tensor, place: Place, root: Tensor | None = None, share: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """See ``Codec.encode``; returns codes and scales."""
         roots = sqrt(to_blocks(_finite(values)))
         scale, word = scale_of(roots), _block_words(values, place, PHASE_UNSIGNED)
@@ -155,6 +162,17 @@ class Int8Unsigned(Codec):
         own = self.root(parts)
         return own * own
 
+    def share(self, values: Tensor) -> Tensor | None:
+        """See ``Codec.share``; below 1 in wide blocks, where a root is below that of code 1."""
+        roots = sqrt(to_blocks(_finite(values)))
+        scale = scale_of(roots)
+        wide = levels_of(scale)[0] == WIDE
+        if not bool(wide.any()):
+            return None
+        least = _wide_roots(torch.ones_like(scale, dtype=torch.int64), top_level(scale))
+        raised = wide.unsqueeze(-1) & (roots < least.unsqueeze(-1))
+        return from_blocks(torch.where(raised, roots / least.unsqueeze(-1), 1.0), values.shape)
+
     def root(self, parts: tuple[Tensor, ...]) -> Tensor:
         """See ``Codec.root``; what the codes stand for, without a square root."""
         codes, scale = parts
@@ -172,8 +190,8 @@ class Int8Unsigned(Codec):
         lowest, highest = extremes(scale)
         if not (lowest >= 0.0 and highest < math.inf):
             return "a scale that is negative, infinite or NaN"
-        tag = float_bits(scale) & (1 << SCALE_BITS) - 1
-        return "a scale that no block has" if bool((tag > WIDE).any()) else ""
+        tag, known = float_bits(scale) & (1 << SCALE_BITS) - 1, (scale >= SCALES[0]) & (scale < SCALES[1])
+        return "" if bool(((known & (tag <= WIDE)) | (float_bits(scale) == 0)).all()) else "a scale that no block has"
 
 
 def scale_of(roots: Tensor) -> Tensor:

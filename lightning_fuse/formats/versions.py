@@ -63,7 +63,9 @@ class SignedOfVersion2(Int8Signed):
 
     name = "int8_signed_v2"
 
-    def encode(self, values: Tensor, place: Place, root: Tensor | None = None) -> tuple[Tensor, ...]:
+    def encode(
+        self, values: Tensor, place: Place, root: Tensor | None = None, share: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """Never: ``NotImplementedError``."""
         raise NotImplementedError("an earlier version's codes are read, not written")
 
@@ -83,7 +85,9 @@ class UnsignedOfVersion2(Codec):
         """See ``Codec.parts``."""
         return scaled_parts(shape, torch.uint8)
 
-    def encode(self, values: Tensor, place: Place, root: Tensor | None = None) -> tuple[Tensor, ...]:
+    def encode(
+        self, values: Tensor, place: Place, root: Tensor | None = None, share: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """Never: ``NotImplementedError``."""
         raise NotImplementedError("an earlier version's codes are read, not written")
 

@@ -103,9 +103,12 @@ def _moments(planned: Planned, saved: Keeping, here: Keeping, place: Place) -> d
             now[i] = stored[i]
             continue
         values = decode_moment(i, saved.moments, saved.codecs, stored)
-        new = sqrt(decode_moment(place_of_unit, saved.moments, saved.codecs, stored)) if unit else None
+        of_unit = decode_moment(place_of_unit, saved.moments, saved.codecs, stored) if unit else None
         kept = here.codecs[place_of_unit].root(now[place_of_unit]) if unit else None
-        now[i] = codec.encode(values, place, new)
+        if of_unit is None:
+            now[i] = codec.encode(values, place)
+        else:
+            now[i] = codec.encode(values, place, sqrt(of_unit), here.codecs[place_of_unit].share(of_unit))
         distance = _distance(codec.decode(now[i], kept), values)
         lost += [f"{names[i]} {distance}"] if distance else []
     if not all(same):

@@ -274,7 +274,18 @@ def test_a_root_errs_by_one_level_of_its_kind(kind: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bits", "kept"), [(0x3FA00003, False), (0x3FA00004, False), (0x3F900000, False), (0x3FA00002, True)]
+    ("bits", "kept"),
+    [
+        (0x00000001, False),
+        (0x10000000, False),
+        (0x61000000, False),
+        (0x1A200000, True),
+        (0, True),
+        (0x3FA00003, False),
+        (0x3FA00004, False),
+        (0x3F900000, False),
+        (0x3FA00002, True),
+    ],
 )
 def test_a_scale_that_no_block_has_is_a_fault(bits: int, kept: bool) -> None:
     scale = torch.tensor([[bits]], dtype=torch.int32).view(torch.float32)

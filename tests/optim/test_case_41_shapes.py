@@ -72,3 +72,24 @@ def test_another_rule_fails() -> None:
     _, _, lowest, _ = extremes(SHAPES["half"], lambda w: FusedSGD([("w", w)], lr=LR, momentum=0.9, state="int8"))
     assert lowest < 0.85
     assert extremes(SHAPES["half"], lambda w: FusedAdamW([("w", w)], lr=0.0, state="int8"))[2] < 0.85
+
+
+@pytest.mark.parametrize("size", [1e-10, 1e-12])
+@pytest.mark.parametrize("late", [False, True], ids=["always", "once"])
+@pytest.mark.parametrize("kernel", ["reference", "native"])
+def test_a_gradient_far_below_eps_moves_nothing(kernel: str, late: bool, size: float) -> None:
+    """eps = 1e-8 keeps its updates small. Its second moment stands at the block's last level: its first must not."""
+    w = torch.nn.Parameter(torch.zeros(1, 128))
+    largest = {}
+    for state in ("fp32", "int8"):
+        optimizer, found = FusedAdamW([("w", w)], lr=1.0, weight_decay=0.0, state=state, kernel=kernel), 0.0
+        for step in range(1, 231):
+            gradient = torch.randn(1, 128, generator=torch.Generator().manual_seed(step))
+            gradient[0, 5] = size if not late or step == 200 else 0.0
+            w.data.zero_()
+            w.grad = gradient
+            optimizer.step()
+            found = max(found, w[0, 5].abs().item())
+        largest[state] = found
+    assert 0 < largest["fp32"] < 0.02
+    assert largest["int8"] <= 1.1 * largest["fp32"]

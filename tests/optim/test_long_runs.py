@@ -31,7 +31,9 @@ class Nearest(Codec):
     def parts(self, shape: tuple[int, ...]) -> tuple[Part, ...]:
         return (Part("", shape, torch.float32),)
 
-    def encode(self, values: Tensor, place: Place, root: Tensor | None = None) -> tuple[Tensor, ...]:
+    def encode(
+        self, values: Tensor, place: Place, root: Tensor | None = None, share: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         return (self.keep(values, place.step),)
 
     def decode(self, parts: tuple[Tensor, ...], root: Tensor | None = None) -> Tensor:

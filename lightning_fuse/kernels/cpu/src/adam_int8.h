@@ -116,8 +116,11 @@ void update_int8(
         }
     });
     // From largest values to scales and what a unit is worth, for all blocks at once.
+    for (int b = 0; b < blocks; ++b) v_scale[b] = scale_of(v_scale[b], smallest[b]);
+    each_block(span, [&](int at, int length, int b) {
+        if (is_wide(v_scale[b])) m_scale[b] = by_last_level(quotients + at, roots + at, length, v_scale[b]);
+    });
     for (int b = 0; b < blocks; ++b) {
-        v_scale[b] = scale_of(v_scale[b], smallest[b]);
         m_scale[b] = quotient_scale(m_scale[b]);
         levels[b] = levels_of(v_scale[b]);
         unit[b] = per_quotient(m_scale[b]);

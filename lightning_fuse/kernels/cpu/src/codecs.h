@@ -179,8 +179,20 @@ inline float* open_relative(const Moment& moment, const Moment& unit, const Span
     return values;
 }
 
-inline void close_relative(const Moment& moment, const float* unit, const Span& span, float* values) {
-    for (int i = 0; i < span.count; ++i) values[i] = values[i] / float_of(finite_magnitude(std::sqrt(unit[i])));
+inline void close_relative(const Moment& moment, Codec of_unit, const float* unit, const Span& span, float* values) {
+    alignas(64) float roots[kTile];
+    for (int i = 0; i < span.count; ++i) {
+        roots[i] = float_of(finite_magnitude(std::sqrt(unit[i])));
+        values[i] = values[i] / roots[i];
+    }
+    if (of_unit == Codec::kInt8Unsigned) {
+        each_block(span, [&](int at, int length, int) {
+            const float scale = scale_of(largest_magnitude(roots + at, length), smallest_root(roots + at, length));
+            if (!is_wide(scale)) return;
+            drop_not_finite(values + at, length);
+            by_last_level(values + at, roots + at, length, scale);
+        });
+    }
     close_quotients(moment, span, values);
 }
 

@@ -164,6 +164,16 @@ inline float smallest_root(const float* roots, int count) {
     return float_of(static_cast<uint32_t>(least));
 }
 
+// Quotients by roots that a wide block raises to its last level become quotients by that; returns the largest magnitude.
+inline float by_last_level(float* __restrict quotients, const float* __restrict roots, int count, float scale) {
+    const float last = root_of_wide_code(1, top_level(scale));
+    for (int i = 0; i < count; ++i) {
+        const float share = roots[i] / last;
+        quotients[i] = quotients[i] * (roots[i] < last ? share : 1.0f);
+    }
+    return largest_magnitude(quotients, count);
+}
+
 // From roots, all of them finite.
 inline void encode_wide(const float* __restrict roots, uint8_t* __restrict codes, int count, float scale, uint32_t word) {
     const int32_t top = top_level(scale);

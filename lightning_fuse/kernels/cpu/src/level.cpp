@@ -135,7 +135,7 @@ void step_tile(const Slot& slot, const Gradient& grad, const Scalars& scalars, c
         const int relative = is_relative(variant, slot);  // how many moments have a unit: the first, or none
         open_moments(variant, slot, span, values, moments);
         variant.update(scalars, span.count, weight, g, moments);
-        if (relative) close_relative(slot.moments[0], moments[1], span, moments[0]);
+        if (relative) close_relative(slot.moments[0], slot.moments[1].codec, moments[1], span, moments[0]);
         for (int k = relative; k < variant.moments; ++k) close_moment(slot.moments[k], span, moments[k]);
     }
     close_weight(slot, span, weight, param);
