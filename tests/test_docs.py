@@ -196,6 +196,8 @@ def run_train(patch: pytest.MonkeyPatch, words: list[str]) -> None:
         runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
     finally:
         GlobalHydra.instance().clear()
+        if wandb := sys.modules.get("wandb"):
+            wandb.finish()  # or it writes its log at the end of the process, wherever that then stands
 
 
 RUN_HERE = [c for c in TRAIN if not any(word.startswith(tuple(NOT_RUN)) for word in c.words)]
