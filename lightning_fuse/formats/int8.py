@@ -89,7 +89,7 @@ SMALLEST_QUOTIENT = 2.0**-64  # a block of smaller ones is nothing, and the divi
 
 
 class Int8Signed(Codec):
-    """The codec ``int8_signed``: square-root codes of a signed moment; see the module for its formula."""
+    """The codec ``int8_signed``: square-root codes, or, with a unit, even ones of the quotient; see the module."""
 
     name = "int8_signed"
     scaled = True

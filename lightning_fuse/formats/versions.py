@@ -26,8 +26,8 @@ import math
 import torch
 from torch import Tensor
 
-from lightning_fuse.formats.blocks import from_blocks, per_block, scaled_parts, to_blocks, worth
-from lightning_fuse.formats.format import Codec, Part, Place, StateFormat, extremes
+from lightning_fuse.formats.blocks import from_blocks, per_block, to_blocks, worth
+from lightning_fuse.formats.format import Codec, Place, StateFormat, extremes
 from lightning_fuse.formats.int8 import Int8Signed, Int8Unsigned
 from lightning_fuse.formats.rounding import bits_to_float, float_bits
 from lightning_fuse.rules.rule import Moment
@@ -58,16 +58,20 @@ def codec_of_version(version: int, fmt: StateFormat, moment: Moment) -> Codec:
     return SignedOfVersion2() if isinstance(codec, Int8Signed) and moment.unit else codec
 
 
-class SignedOfVersion2(Int8Signed):
-    """The codec ``int8_signed_v2``: a quotient as codes of its square root."""
-
-    name = "int8_signed_v2"
+class _ReadOnly(Codec):
+    """A codec of an earlier version."""
 
     def encode(
         self, values: Tensor, place: Place, root: Tensor | None = None, share: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         """Never: ``NotImplementedError``."""
         raise NotImplementedError("an earlier version's codes are read, not written")
+
+
+class SignedOfVersion2(_ReadOnly, Int8Signed):
+    """The codec ``int8_signed_v2``: a quotient as codes of its square root."""
+
+    name = "int8_signed_v2"
 
     def decode(self, parts: tuple[Tensor, ...], root: Tensor | None = None) -> Tensor:
         """See ``Codec.decode``."""
@@ -75,26 +79,10 @@ class SignedOfVersion2(Int8Signed):
         return quotients if root is None else quotients * torch.where(torch.isfinite(root), root, 0.0)
 
 
-class UnsignedOfVersion2(Codec):
+class UnsignedOfVersion2(_ReadOnly, Int8Unsigned):
     """The codec ``int8_unsigned_v2``: fourth-root or logarithmic codes of a second moment."""
 
     name = "int8_unsigned_v2"
-    scaled = True
-
-    def parts(self, shape: tuple[int, ...]) -> tuple[Part, ...]:
-        """See ``Codec.parts``."""
-        return scaled_parts(shape, torch.uint8)
-
-    def encode(
-        self, values: Tensor, place: Place, root: Tensor | None = None, share: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
-        """Never: ``NotImplementedError``."""
-        raise NotImplementedError("an earlier version's codes are read, not written")
-
-    def decode(self, parts: tuple[Tensor, ...], root: Tensor | None = None) -> Tensor:
-        """See ``Codec.decode``."""
-        own = self.root(parts)
-        return own * own
 
     def root(self, parts: tuple[Tensor, ...]) -> Tensor:
         """See ``Codec.root``; what the codes stand for, without a square root."""
@@ -112,7 +100,7 @@ class UnsignedOfVersion2(Codec):
         lowest, highest = extremes(scale)
         if not (-math.inf < lowest and highest < math.inf):
             return "a scale that is infinite or NaN"
-        mantissa, grid = float_bits(scale) & 0x7FFFFF, torch.tensor(_LEVELS[:16:2], device=scale.device)
+        mantissa, grid = float_bits(scale) & 0x7FFFFF, torch.tensor(_LEVELS[::2], device=scale.device)
         off = (scale < 0) & ~torch.isin(mantissa, grid)
         return "a negative scale that is no power of 2^(1/8)" if bool(off.any()) else ""
 
@@ -126,5 +114,5 @@ def _level(number: Tensor) -> Tensor:
 def _top_level(scale: Tensor) -> Tensor:
     """The number of the level that is the square of a scale, a power of 2^(1/8); for 0 one that no code uses."""
     bits = float_bits(scale)
-    eighths = sum(((bits & 0x7FFFFF) >= bound).to(torch.int64) for bound in _LEVELS[2:16:2])
+    eighths = sum(((bits & 0x7FFFFF) >= bound).to(torch.int64) for bound in _LEVELS[2::2])
     return ((bits >> 23) - 127) * 32 + eighths * 4 + _LEVEL_OF_ONE
