@@ -9,6 +9,7 @@
 #include "codecs.h"
 #include "int8.h"
 #include "rules.h"
+#include "weights.h"
 
 namespace {
 
@@ -16,30 +17,6 @@ namespace {
 struct Extremes {
     int32_t largest, smallest, quotient;
 };
-
-// One block. Leaves the quotients of the new moments, first by root of the second, and the roots.
-// kGiven: `roots` holds those of the old second moments, else they are decoded on the way.
-template <bool kGiven, class R>
-inline Extremes update_block(
-    const R& rule, float factor, int count, float* __restrict p, const float* __restrict g,
-    const int8_t* __restrict m_codes, float m_unit, const uint8_t* __restrict v_codes, Levels levels,
-    float* __restrict quotients, float* __restrict roots) {
-    int32_t largest = 0, smallest = kInfinity, most = 0;
-    for (int i = 0; i < count; ++i) {
-        float root = kGiven ? roots[i] : root_of_code(v_codes[i], levels);
-        float first = (static_cast<float>(m_codes[i]) * m_unit) * root, second = root * root;
-        p[i] = rule.update(p[i], g[i] * factor, first, second, root);
-        const float quotient = first / root;
-        quotients[i] = quotient;
-        roots[i] = root;
-        const int32_t bits = static_cast<int32_t>(bits_of(root));
-        const int32_t magnitude = static_cast<int32_t>(bits_of(quotient) & 0x7FFFFFFFu);
-        largest = bits > largest ? bits : largest;
-        smallest = bits < smallest ? bits : smallest;
-        most = magnitude > most ? magnitude : most;
-    }
-    return {largest, smallest, most};
-}
 
 // Multiples of the dither's stride, so that a vector of words is one addition.
 struct Turns {
@@ -51,6 +28,32 @@ constexpr Turns turns() {
     return all;
 }
 constexpr Turns kTurns = turns();
+
+// One block. Leaves the quotients of the new moments, first by root of the second, and the roots.
+// kGiven: `roots` holds those of the old second moments, else they are decoded on the way.
+template <bool kGiven, class W, class R>
+inline Extremes update_block(
+    const R& rule, float factor, int count, uint32_t word, typename W::Stored* __restrict p,
+    typename W::Kept* __restrict kept, const typename W::Stored* __restrict g,
+    const int8_t* __restrict m_codes, float m_unit, const uint8_t* __restrict v_codes, Levels levels,
+    float* __restrict quotients, float* __restrict roots) {
+    int32_t largest = 0, smallest = kInfinity, most = 0;
+    for (int i = 0; i < count; ++i) {
+        float root = kGiven ? roots[i] : root_of_code(v_codes[i], levels);
+        float first = (static_cast<float>(m_codes[i]) * m_unit) * root, second = root * root;
+        const float weight = rule.update(W::open(p, kept, i), W::read(g[i]) * factor, first, second, root);
+        W::close(weight, p, kept, i, word + kTurns.word[i]);
+        const float quotient = first / root;
+        quotients[i] = quotient;
+        roots[i] = root;
+        const int32_t bits = static_cast<int32_t>(bits_of(root));
+        const int32_t magnitude = static_cast<int32_t>(bits_of(quotient) & 0x7FFFFFFFu);
+        largest = bits > largest ? bits : largest;
+        smallest = bits < smallest ? bits : smallest;
+        most = magnitude > most ? magnitude : most;
+    }
+    return {largest, smallest, most};
+}
 
 // Encodes both moments of one block. `word` is the dither word of the second moment's first element; the first moment's
 // is half a turn further.
@@ -65,11 +68,17 @@ inline void encode_block(
 }
 
 // Asks for what lies two blocks ahead: the hardware stops at the end of a page, and a tile of float32 is one.
-inline void fetch_ahead(const float* p, const float* g, const int8_t* m_codes, const uint8_t* v_codes) {
+template <class W>
+inline void fetch_ahead(
+    const typename W::Stored* p, const typename W::Kept* kept, const typename W::Stored* g, const int8_t* m_codes,
+    const uint8_t* v_codes) {
     constexpr int kAhead = 2 * kBlock, kLine = 64;
-    for (int i = 0; i < kBlock; i += kLine / 4) {
+    for (int i = 0; i < kBlock; i += kLine / static_cast<int>(sizeof *p)) {
         __builtin_prefetch(p + kAhead + i, 1);
         __builtin_prefetch(g + kAhead + i);
+    }
+    for (int i = 0; kept && i < kBlock; i += kLine / static_cast<int>(sizeof *kept)) {
+        __builtin_prefetch(kept + kAhead + i, 1);
     }
     for (int i = 0; i < kBlock; i += kLine) {
         __builtin_prefetch(m_codes + kAhead + i, 1);
@@ -77,17 +86,18 @@ inline void fetch_ahead(const float* p, const float* g, const int8_t* m_codes, c
     }
 }
 
-template <class R>
+template <class R, class W>
 void update_int8(
-    const Scalars& scalars, const Span& span, float* p, const float* g, const Moment* moments, float* quotients,
+    const Scalars& scalars, const Span& span, const Operands& operands, const Moment* moments, float* quotients,
     float* roots) {
     const R rule(scalars);
+    const Typed<W> tile(operands, span);
     const float factor = scalars.factor;
     float* m_scale = moments[0].scale + first_scale(span);
     float* v_scale = moments[1].scale + first_scale(span);
     int8_t* m_codes = static_cast<int8_t*>(moments[0].data) + span.begin;
     uint8_t* v_codes = static_cast<uint8_t*>(moments[1].data) + span.begin;
-    const uint32_t first = first_word(span.index, span.step, kPhaseUnsigned);
+    const uint32_t first = first_word(span.index, span.step, kPhaseUnsigned), of_weight = weight_word(span);
     float unit[kTile], smallest[kTile];
     Levels levels[kTile];
     const int blocks = count_blocks(span);
@@ -96,15 +106,16 @@ void update_int8(
         levels[b] = levels_of(v_scale[b]);
     }
     each_block(span, [&](int at, int length, int b) {
-        fetch_ahead(p + at, g + at, m_codes + at, v_codes + at);
-        auto update = update_block<false, R>;
+        typename W::Kept* kept = moved(tile.kept, at);
+        fetch_ahead<W>(tile.param + at, kept, tile.grad + at, m_codes + at, v_codes + at);
+        auto update = update_block<false, W, R>;
         if (is_wide(v_scale[b])) {
             decode_roots(v_codes + at, roots + at, length, v_scale[b]);
-            update = update_block<true, R>;
+            update = update_block<true, W, R>;
         }
         const Extremes found = update(
-            rule, factor, length, p + at, g + at, m_codes + at, unit[b], v_codes + at, levels[b], quotients + at,
-            roots + at);
+            rule, factor, length, of_weight + static_cast<uint32_t>(at) * kIndexStride, tile.param + at, kept,
+            tile.grad + at, m_codes + at, unit[b], v_codes + at, levels[b], quotients + at, roots + at);
         v_scale[b] = float_of(static_cast<uint32_t>(found.largest));
         m_scale[b] = float_of(static_cast<uint32_t>(found.quotient));
         smallest[b] = float_of(static_cast<uint32_t>(found.smallest));

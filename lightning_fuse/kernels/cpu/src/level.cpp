@@ -56,32 +56,54 @@ void add_others(const Scalars& scalars, int count, const float* p, const float* 
     }
 }
 
+// Kinds of weights that a loop reads and writes itself: float32 in place or in buffers, and bfloat16 without and with a
+// split master weight. Gradients are of the same type.
+enum Weights { kFloat32, kBf16, kSplit, kSplit8, kWeights };
+using UpdateBf16 = void (*)(const Scalars&, const Span&, const Operands&, const Moment*);
+using UpdateInt8 = void (*)(const Scalars&, const Span&, const Operands&, const Moment*, float*, float*);
+
 struct Variant {
     int moments;
     bool has_unit;  // whether the root of the second moment is the unit of the first
     void (*update)(const Scalars&, int, float*, const float*, float* const*);
-    // For bfloat16 moments, or null.
-    void (*update_bf16)(const Scalars&, const Span&, float*, const float*, const Moment*);
-    // For a signed and an unsigned int8 moment at once, or null.
-    void (*update_int8)(const Scalars&, const Span&, float*, const float*, const Moment*, float*, float*);
+    UpdateBf16 bf16[kWeights] = {};  // for bfloat16 moments
+    UpdateInt8 int8[kWeights] = {};  // for a signed and an unsigned int8 moment at once
     // Of layer-wise rules, or null.
     void (*add_others)(const Scalars&, int, const float*, const float*, float* const*, Squares&) = nullptr;
     double (*ratio)(double, double, const float*) = nullptr;
 };
 
+template <class R>
+constexpr Variant variant() {
+    Variant found{R::kMoments, R::kHasUnit, update<R>};
+    if constexpr (R::kMoments > 0) {
+        found.bf16[kFloat32] = update_bf16<R, Float32Weight>;
+        found.bf16[kBf16] = update_bf16<R, Bf16Weight>;
+        found.bf16[kSplit] = update_bf16<R, SplitWeight>;
+        found.bf16[kSplit8] = update_bf16<R, Split8Weight>;
+    }
+    if constexpr (R::kMoments == 2) {
+        found.int8[kFloat32] = update_int8<R, Float32Weight>;
+        found.int8[kBf16] = update_int8<R, Bf16Weight>;
+        found.int8[kSplit] = update_int8<R, SplitWeight>;
+        found.int8[kSplit8] = update_int8<R, Split8Weight>;
+    }
+    return found;
+}
+
+template <class R, class Measured>
+constexpr Variant layer_wise() {
+    Variant found = variant<R>();
+    found.add_others = add_others<Measured>;
+    found.ratio = R::ratio;
+    return found;
+}
+
 // In the order of the enumeration `Rule`.
 constexpr Variant kVariants[] = {
-    {AdamW::kMoments, AdamW::kHasUnit, update<AdamW>, update_bf16<AdamW>, update_int8<AdamW>},
-    {AdamWAmsgrad::kMoments, AdamWAmsgrad::kHasUnit, update<AdamWAmsgrad>, update_bf16<AdamWAmsgrad>, nullptr},
-    {Adam::kMoments, Adam::kHasUnit, update<Adam>, update_bf16<Adam>, update_int8<Adam>},
-    {AdamAmsgrad::kMoments, AdamAmsgrad::kHasUnit, update<AdamAmsgrad>, update_bf16<AdamAmsgrad>, nullptr},
-    {SGD::kMoments, SGD::kHasUnit, update<SGD>, nullptr, nullptr},
-    {SGDMomentum::kMoments, SGDMomentum::kHasUnit, update<SGDMomentum>, update_bf16<SGDMomentum>, nullptr},
-    {SGDNesterov::kMoments, SGDNesterov::kHasUnit, update<SGDNesterov>, update_bf16<SGDNesterov>, nullptr},
-    {Lion::kMoments, Lion::kHasUnit, update<Lion>, update_bf16<Lion>, nullptr},
-    {LARS::kMoments, LARS::kHasUnit, update<LARS>, update_bf16<LARS>, nullptr, add_others<LARS>, LARS::ratio},
-    {LARSNesterov::kMoments, LARSNesterov::kHasUnit, update<LARSNesterov>, update_bf16<LARSNesterov>, nullptr, add_others<LARS>, LARS::ratio},
-    {LAMB::kMoments, LAMB::kHasUnit, update<LAMB>, update_bf16<LAMB>, update_int8<LAMB>, add_others<LAMB>, LAMB::ratio},
+    variant<AdamW>(), variant<AdamWAmsgrad>(), variant<Adam>(), variant<AdamAmsgrad>(),
+    variant<SGD>(), variant<SGDMomentum>(), variant<SGDNesterov>(), variant<Lion>(),
+    layer_wise<LARS, LARS>(), layer_wise<LARSNesterov, LARS>(), layer_wise<LAMB, LAMB>(),
 };
 
 // Elements [begin, begin + count), contiguous: where they are, or gathered into `buffer`.
@@ -98,9 +120,16 @@ void* contiguous(void* data, Dtype dtype, const Layout* layout, int64_t begin, i
     return buffer;
 }
 
-const float* open_gradient(const Gradient& grad, int64_t begin, int count, float* raw, float* buffer) {
-    const void* from = contiguous(const_cast<void*>(grad.data), grad.dtype, grad.layout, begin, count, raw);
-    return widened(grad.dtype, from, count, buffer);
+const void* contiguous(const Gradient& grad, const Span& span, void* buffer) {
+    return contiguous(const_cast<void*>(grad.data), grad.dtype, grad.layout, span.begin, span.count, buffer);
+}
+
+void* contiguous(const Slot& slot, const Span& span, void* buffer) {
+    return contiguous(slot.param, slot.dtype, slot.layout, span.begin, span.count, buffer);
+}
+
+const float* open_gradient(const Gradient& grad, const Span& span, float* raw, float* buffer) {
+    return widened(grad.dtype, contiguous(grad, span, raw), span, buffer);
 }
 
 // Whether the first moment is kept in units of the second's root.
@@ -116,29 +145,60 @@ void open_moments(
     for (int k = relative; k < variant.moments; ++k) moments[k] = open_moment(slot.moments[k], span, buffers[k]);
 }
 
+// The rule over float32 values of all moments.
+void step_opened(
+    const Variant& variant, const Slot& slot, const Scalars& scalars, const Span& span, float* weight, const float* g,
+    float (*buffers)[kTile]) {
+    const int relative = is_relative(variant, slot);  // how many moments have a unit: the first, or none
+    float* moments[kMaxMoments];
+    open_moments(variant, slot, span, buffers, moments);
+    variant.update(scalars, span.count, weight, g, moments);
+    if (relative) close_relative(slot.moments[0], slot.moments[1].codec, moments[1], span, moments[0]);
+    for (int k = relative; k < variant.moments; ++k) close_moment(slot.moments[k], span, moments[k]);
+}
+
+Weights weights_of(const Slot& slot, const Gradient& grad) {
+    if (slot.dtype != Dtype::kBFloat16 || grad.dtype != Dtype::kBFloat16 || slot.master == Master::kCopy) return kFloat32;
+    return slot.master == Master::kSplit ? kSplit : slot.master == Master::kSplit8 ? kSplit8 : kBf16;
+}
+
+bool all_bf16(const Variant& variant, const Slot& slot) {
+    bool all = variant.moments > 0;
+    for (int k = 0; k < variant.moments; ++k) all = all && is_bf16(slot.moments[k]);
+    return all;
+}
+
+bool all_int8(const Variant& variant, const Slot& slot) {
+    return variant.int8[kFloat32] && slot.moments[0].codec == Codec::kInt8Signed &&
+           slot.moments[1].codec == Codec::kInt8Unsigned;
+}
+
+// Moments that the rule's own loop reads and writes as they are kept, if there is such a loop.
+bool step_kept(
+    const Variant& variant, Weights weights, const Slot& slot, const Scalars& scalars, const Span& span,
+    const Operands& operands, float (*buffers)[kTile]) {
+    if (all_int8(variant, slot)) {
+        variant.int8[weights](scalars, span, operands, slot.moments, buffers[0], buffers[1]);
+        return true;
+    }
+    if (all_bf16(variant, slot)) variant.bf16[weights](scalars, span, operands, slot.moments);
+    return all_bf16(variant, slot);
+}
+
 void step_tile(const Slot& slot, const Gradient& grad, const Scalars& scalars, const Span& span) {
     alignas(64) float weights[kTile], grads[kTile], raw_param[kTile], raw_grad[kTile], values[kMaxMoments][kTile];
     const Variant& variant = kVariants[static_cast<int>(slot.rule)];
-    const float* g = open_gradient(grad, span.begin, span.count, raw_grad, grads);
-    void* param = contiguous(slot.param, slot.dtype, slot.layout, span.begin, span.count, raw_param);
-    float* weight = open_weight(slot, span, param, weights);
-    float* moments[kMaxMoments];
-    bool bf16 = variant.update_bf16;
-    for (int k = 0; k < variant.moments; ++k) bf16 = bf16 && is_bf16(slot.moments[k]);
-    const bool int8 = variant.update_int8 && slot.moments[0].codec == Codec::kInt8Signed &&
-                      slot.moments[1].codec == Codec::kInt8Unsigned;
-    if (int8) {
-        variant.update_int8(scalars, span, weight, g, slot.moments, values[0], values[1]);
-    } else if (bf16) {
-        variant.update_bf16(scalars, span, weight, g, slot.moments);
-    } else {
-        const int relative = is_relative(variant, slot);  // how many moments have a unit: the first, or none
-        open_moments(variant, slot, span, values, moments);
-        variant.update(scalars, span.count, weight, g, moments);
-        if (relative) close_relative(slot.moments[0], slot.moments[1].codec, moments[1], span, moments[0]);
-        for (int k = relative; k < variant.moments; ++k) close_moment(slot.moments[k], span, moments[k]);
+    void* param = contiguous(slot, span, raw_param);
+    const void* from = contiguous(grad, span, raw_grad);
+    const Weights kind = weights_of(slot, grad);
+    if (kind == kFloat32 || !step_kept(variant, kind, slot, scalars, span, {param, from, slot.kept}, values)) {
+        const float* g = widened(grad.dtype, from, span, grads);
+        float* weight = open_weight(slot, span, param, weights);
+        if (!step_kept(variant, kFloat32, slot, scalars, span, {weight, g, nullptr}, values)) {
+            step_opened(variant, slot, scalars, span, weight, g, values);
+        }
+        close_weight(slot, span, weight, param);
     }
-    close_weight(slot, span, weight, param);
     if (slot.layout && slot.dtype == Dtype::kFloat32) {
         scatter(static_cast<const float*>(param), *slot.layout, span.begin, span.count, static_cast<float*>(slot.param));
     } else if (slot.layout) {
@@ -185,7 +245,7 @@ double sum_of_squares(const Gradient& grad, const Piece& piece) {
     Squares squares(piece.end - piece.begin);
     for (int64_t begin = piece.begin; begin < piece.end; begin += kTile) {
         const int count = static_cast<int>(piece.end - begin < kTile ? piece.end - begin : kTile);
-        squares.add(open_gradient(grad, begin, count, raw, buffer), count);
+        squares.add(open_gradient(grad, Span{begin, count, 0, 0, 0}, raw, buffer), count);
     }
     return squares.sum();
 }
@@ -200,8 +260,8 @@ void measure_piece(const Plan& plan, int64_t number) {
     if (!variant.add_others) return;
     Squares own(piece.end - piece.begin), other(piece.end - piece.begin);
     each_tile(plan, piece, kTile, [&](const Span& span) {
-        const float* g = open_gradient(plan.grads[piece.slot], span.begin, span.count, raw_grad, grads);
-        void* param = contiguous(slot.param, slot.dtype, slot.layout, span.begin, span.count, raw_param);
+        const float* g = open_gradient(plan.grads[piece.slot], span, raw_grad, grads);
+        void* param = contiguous(slot, span, raw_param);
         const float* weight = open_weight(slot, span, param, weights);
         float* moments[kMaxMoments];
         open_moments(variant, slot, span, values, moments);
