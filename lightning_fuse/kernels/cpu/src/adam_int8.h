@@ -1,10 +1,13 @@
-// Adam over int8 moments as one, in two passes over a block: the codecs' decoding, the rule, the quotient of the moments
-// and the search for the largest and smallest; then the encoding of both, which need the scales of the block. The root
-// that the rule takes of v serves the quotient and the codec of v. Same operations as int8.h, same bits.
+// Adam over int8 moments as one, in three passes over a tile: the codecs' decoding, the rule and the quotient of the
+// moments; the search for the largest and smallest of each block; the encoding of both, which needs the scales that they
+// give. The root that the rule takes of v serves the quotient and the codec of v. Same operations as int8.h, same bits.
+// The search in the loop of the rule would be fewer instructions, but the roots and divisions of the next block would
+// wait for it.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "codecs.h"
 #include "int8.h"
@@ -12,11 +15,6 @@
 #include "weights.h"
 
 namespace {
-
-// What the first pass over a block leaves: bits of the largest and smallest root, and of the largest quotient's magnitude.
-struct Extremes {
-    int32_t largest, smallest, quotient;
-};
 
 // Multiples of the dither's stride, so that a vector of words is one addition.
 struct Turns {
@@ -29,25 +27,34 @@ constexpr Turns turns() {
 }
 constexpr Turns kTurns = turns();
 
-// One block. Leaves the quotients of the new moments, first by root of the second, and the roots.
+// Updates one block. Leaves the quotients of the new moments, first by root of the second, and the roots.
 // kGiven: `roots` holds those of the old second moments, else they are decoded on the way.
 template <bool kGiven, class W, class R>
-inline Extremes update_block(
+inline void update_block(
     const R& rule, float factor, int count, uint32_t word, typename W::Stored* __restrict p,
-    typename W::Kept* __restrict kept, const typename W::Stored* __restrict g,
-    const int8_t* __restrict m_codes, float m_unit, const uint8_t* __restrict v_codes, Levels levels,
-    float* __restrict quotients, float* __restrict roots) {
-    int32_t largest = 0, smallest = kInfinity, most = 0;
+    typename W::Kept* __restrict kept, const typename W::Stored* __restrict g, const int8_t* __restrict m_codes,
+    float m_unit, const uint8_t* __restrict v_codes, Levels levels, float* __restrict quotients,
+    float* __restrict roots) {
     for (int i = 0; i < count; ++i) {
         float root = kGiven ? roots[i] : root_of_code(v_codes[i], levels);
         float first = (static_cast<float>(m_codes[i]) * m_unit) * root, second = root * root;
         const float weight = rule.update(W::open(p, kept, i), W::read(g[i]) * factor, first, second, root);
         W::close(weight, p, kept, i, word + kTurns.word[i]);
-        const float quotient = first / root;
-        quotients[i] = quotient;
+        quotients[i] = first / root;
         roots[i] = root;
-        const int32_t bits = static_cast<int32_t>(bits_of(root));
-        const int32_t magnitude = static_cast<int32_t>(bits_of(quotient) & 0x7FFFFFFFu);
+    }
+}
+
+// Bits of the largest and smallest root of a block, and of its quotients' largest magnitude.
+struct Extremes {
+    int32_t largest, smallest, quotient;
+};
+
+inline Extremes extremes(const float* __restrict quotients, const float* __restrict roots, int count) {
+    int32_t largest = 0, smallest = kInfinity, most = 0;
+    for (int i = 0; i < count; ++i) {
+        const int32_t bits = static_cast<int32_t>(bits_of(roots[i]));
+        const int32_t magnitude = static_cast<int32_t>(bits_of(quotients[i]) & 0x7FFFFFFFu);
         largest = bits > largest ? bits : largest;
         smallest = bits < smallest ? bits : smallest;
         most = magnitude > most ? magnitude : most;
@@ -67,32 +74,13 @@ inline void encode_block(
     }
 }
 
-// Asks for what lies two blocks ahead: the hardware stops at the end of a page, and a tile of float32 is one.
-template <class W>
-inline void fetch_ahead(
-    const typename W::Stored* p, const typename W::Kept* kept, const typename W::Stored* g, const int8_t* m_codes,
-    const uint8_t* v_codes) {
-    constexpr int kAhead = 2 * kBlock, kLine = 64;
-    for (int i = 0; i < kBlock; i += kLine / static_cast<int>(sizeof *p)) {
-        __builtin_prefetch(p + kAhead + i, 1);
-        __builtin_prefetch(g + kAhead + i);
-    }
-    for (int i = 0; kept && i < kBlock; i += kLine / static_cast<int>(sizeof *kept)) {
-        __builtin_prefetch(kept + kAhead + i, 1);
-    }
-    for (int i = 0; i < kBlock; i += kLine) {
-        __builtin_prefetch(m_codes + kAhead + i, 1);
-        __builtin_prefetch(v_codes + kAhead + i, 1);
-    }
-}
-
-template <class R, class W>
-void update_int8(
+template <bool kWhole, class R, class W>
+void update_blocks(
     const Scalars& scalars, const Span& span, const Operands& operands, const Moment* moments, float* quotients,
     float* roots) {
     const R rule(scalars);
-    const Typed<W> tile(operands, span);
     const float factor = scalars.factor;
+    const Typed<W> tile(operands, span);
     float* m_scale = moments[0].scale + first_scale(span);
     float* v_scale = moments[1].scale + first_scale(span);
     int8_t* m_codes = static_cast<int8_t*>(moments[0].data) + span.begin;
@@ -100,22 +88,24 @@ void update_int8(
     const uint32_t first = first_word(span.index, span.step, kPhaseUnsigned), of_weight = weight_word(span);
     float unit[kTile], smallest[kTile];
     Levels levels[kTile];
-    const int blocks = count_blocks(span);
+    const int blocks = each_block<kWhole>(span, [](int, int, int) {});
     for (int b = 0; b < blocks; ++b) {
         unit[b] = quotient_unit(m_scale[b]);
         levels[b] = levels_of(v_scale[b]);
     }
-    each_block(span, [&](int at, int length, int b) {
-        typename W::Kept* kept = moved(tile.kept, at);
-        fetch_ahead<W>(tile.param + at, kept, tile.grad + at, m_codes + at, v_codes + at);
-        auto update = update_block<false, W, R>;
-        if (is_wide(v_scale[b])) {
-            decode_roots(v_codes + at, roots + at, length, v_scale[b]);
-            update = update_block<true, W, R>;
-        }
-        const Extremes found = update(
-            rule, factor, length, of_weight + static_cast<uint32_t>(at) * kIndexStride, tile.param + at, kept,
-            tile.grad + at, m_codes + at, unit[b], v_codes + at, levels[b], quotients + at, roots + at);
+    each_block<kWhole>(span, [&](int at, int length, int b) {
+        const auto update = [&](auto given) {
+            update_block<given.value, W>(
+                rule, factor, length, of_weight + static_cast<uint32_t>(at) * kIndexStride, tile.param + at,
+                moved(tile.kept, at), tile.grad + at, m_codes + at, unit[b], v_codes + at, levels[b], quotients + at,
+                roots + at);
+        };
+        if (!is_wide(v_scale[b])) return update(std::false_type());
+        decode_roots(v_codes + at, roots + at, length, v_scale[b]);
+        update(std::true_type());
+    });
+    each_block<kWhole>(span, [&](int at, int length, int b) {
+        const Extremes found = extremes(quotients + at, roots + at, length);
         v_scale[b] = float_of(static_cast<uint32_t>(found.largest));
         m_scale[b] = float_of(static_cast<uint32_t>(found.quotient));
         smallest[b] = float_of(static_cast<uint32_t>(found.smallest));
@@ -128,7 +118,7 @@ void update_int8(
     });
     // From largest values to scales and what a unit is worth, for all blocks at once.
     for (int b = 0; b < blocks; ++b) v_scale[b] = scale_of(v_scale[b], smallest[b]);
-    each_block(span, [&](int at, int length, int b) {
+    each_block<kWhole>(span, [&](int at, int length, int b) {
         if (is_wide(v_scale[b])) m_scale[b] = by_last_level(quotients + at, roots + at, length, v_scale[b]);
     });
     for (int b = 0; b < blocks; ++b) {
@@ -136,11 +126,20 @@ void update_int8(
         levels[b] = levels_of(v_scale[b]);
         unit[b] = per_quotient(m_scale[b]);
     }
-    each_block(span, [&](int at, int length, int b) {
+    each_block<kWhole>(span, [&](int at, int length, int b) {
         const uint32_t word = first + static_cast<uint32_t>(at) * kIndexStride;
         encode_block(quotients + at, m_codes + at, unit[b], roots + at, v_codes + at, levels[b], length, word);
         if (is_wide(v_scale[b])) encode_wide(roots + at, v_codes + at, length, v_scale[b], word);
     });
+}
+
+// A tile. Blocks of one known length take three quarters of the time.
+template <class R, class W>
+void update_int8(
+    const Scalars& scalars, const Span& span, const Operands& operands, const Moment* moments, float* quotients,
+    float* roots) {
+    const auto update = has_whole_blocks(span) ? update_blocks<true, R, W> : update_blocks<false, R, W>;
+    update(scalars, span, operands, moments, quotients, roots);
 }
 
 }  // namespace

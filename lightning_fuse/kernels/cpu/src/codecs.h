@@ -26,12 +26,15 @@ struct Span {
     int64_t step;   // number of this update, from 1
 };
 
+// Whether all blocks of a tile have kBlock elements.
+inline bool has_whole_blocks(const Span& span) { return span.row % kBlock == 0; }
+
 // Calls run(first element of the tile, length, number in the tile) for each block; returns how many there are.
-template <class Run>
+template <bool kWhole, class Run>
 int each_block(const Span& span, Run run) {
     int number = 0;
-    if (span.row % kBlock == 0) {
-        for (int first = 0; first < span.count; first += kBlock) run(first, kBlock, number++);
+    if constexpr (kWhole) {
+        for (; number * kBlock < span.count; ++number) run(number * kBlock, kBlock, number);
         return number;
     }
     int64_t column = span.begin % span.row;
@@ -45,8 +48,9 @@ int each_block(const Span& span, Run run) {
     return number;
 }
 
-inline int count_blocks(const Span& span) {
-    return each_block(span, [](int, int, int) {});
+template <class Run>
+int each_block(const Span& span, Run run) {
+    return has_whole_blocks(span) ? each_block<true>(span, run) : each_block<false>(span, run);
 }
 
 inline int64_t first_scale(const Span& span) {

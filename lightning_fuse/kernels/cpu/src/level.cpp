@@ -234,7 +234,8 @@ bool in_place(const Slot& slot, const Gradient& grad) {
 
 void step_piece(const Plan& plan, const Piece& piece) {
     const Slot& slot = plan.slots[piece.slot];
-    const int64_t tile = in_place(slot, plan.grads[piece.slot]) ? piece.end - piece.begin : kTile;
+    const bool int8 = all_int8(kVariants[static_cast<int>(slot.rule)], slot);
+    const int64_t tile = in_place(slot, plan.grads[piece.slot]) ? piece.end - piece.begin : int8 ? kTile / 2 : kTile;
     each_tile(plan, piece, tile, [&](const Span& span) {
         step_tile(slot, plan.grads[piece.slot], plan.scalars[piece.slot], span);
     });
