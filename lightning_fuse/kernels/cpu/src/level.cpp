@@ -1,8 +1,10 @@
 // The step of all parameters and the sum of squares, for one CPU level. Compiled once per level with other flags and
 // another LIGHTNING_FUSE_LEVEL; everything here is in an unnamed namespace, so that no level borrows another's code.
 //
-// A step walks tiles of 1024 elements: open weight and moments as float32, apply the rule, close them again. Rules,
-// codecs and master weights meet only in `step_tile`, as n + m + k functions of a tile that stays in the first cache.
+// A step walks tiles of 1024 elements: open weight and moments as float32, apply the rule, close them again, as n + m + k
+// functions of a tile that stays in the first cache. Rules, codecs and master weights meet only in `step_tile`. Where all
+// moments are bfloat16, or int8 as Adam keeps them, one loop opens, updates and closes them with the rule, and bfloat16
+// weights with it: n loops per kind of weight, for memory waits while a tile goes through one loop after another.
 #include <cmath>
 #include <cstdint>
 #include <thread>
@@ -157,6 +159,7 @@ void step_opened(
     for (int k = relative; k < variant.moments; ++k) close_moment(slot.moments[k], span, moments[k]);
 }
 
+// The kind of weights that lie as a loop reads them itself; other kinds and gradients go through float32 buffers.
 Weights weights_of(const Slot& slot, const Gradient& grad) {
     if (slot.dtype != Dtype::kBFloat16 || grad.dtype != Dtype::kBFloat16 || slot.master == Master::kCopy) return kFloat32;
     return slot.master == Master::kSplit ? kSplit : slot.master == Master::kSplit8 ? kSplit8 : kBf16;
@@ -179,10 +182,12 @@ bool step_kept(
     const Operands& operands, float (*buffers)[kTile]) {
     if (all_int8(variant, slot)) {
         variant.int8[weights](scalars, span, operands, slot.moments, buffers[0], buffers[1]);
-        return true;
+    } else if (all_bf16(variant, slot)) {
+        variant.bf16[weights](scalars, span, operands, slot.moments);
+    } else {
+        return false;
     }
-    if (all_bf16(variant, slot)) variant.bf16[weights](scalars, span, operands, slot.moments);
-    return all_bf16(variant, slot);
+    return true;
 }
 
 void step_tile(const Slot& slot, const Gradient& grad, const Scalars& scalars, const Span& span) {
@@ -232,6 +237,7 @@ bool in_place(const Slot& slot, const Gradient& grad) {
     return direct;
 }
 
+// int8 takes half tiles: half a page of float32 is read, then memory waits for as long as it is encoded.
 void step_piece(const Plan& plan, const Piece& piece) {
     const Slot& slot = plan.slots[piece.slot];
     const bool int8 = all_int8(kVariants[static_cast<int>(slot.rule)], slot);
