@@ -89,7 +89,7 @@ SANITIZED := build/sanitize
 SANITIZE_FLAGS := -std=c++17 -O1 -g -fPIC -fvisibility=hidden -fopenmp -fno-math-errno -fno-trapping-math \
 	-ffp-contract=off -fno-exceptions -fno-rtti -Wall -Wextra -fsanitize=address,undefined \
 	-fno-sanitize-recover=undefined -fno-omit-frame-pointer -DLIGHTNING_FUSE_LEVEL=baseline
-SANITIZE_TESTS := tests/kernels/test_native_bits.py -m "not slow" -k "pair_of_choices or chunks or ends_of or 16_bit"
+SANITIZE_TESTS := tests/kernels/test_native_bits.py -m "not slow" -k "pair_of_choices or chunks or kept or ends_of or blocks_of or 16_bit"
 ASAN = $(shell $(CXX) -print-file-name=libasan.so)
 UBSAN = $(shell $(CXX) -print-file-name=libubsan.so)
 

@@ -49,6 +49,16 @@ def test_tensors_that_are_cut_into_chunks(state: str, threads: int) -> None:
     twins.assert_twins(case, steps=2, shapes=[(70, 1999), (140_001,), (3, 50_000)])
 
 
+@pytest.mark.parametrize("level", twins.shared_library().runnable if CASES else [])
+@pytest.mark.parametrize("state", ["bf16", "int8"])
+def test_loops_over_what_is_kept(state: str, level: str) -> None:
+    """Rules have loops of their own for bf16 and int8 moments, by kind of weight: several tiles and kinds of blocks."""
+    kinds = [(F32, "none"), (BF16, "none"), (BF16, "split"), (BF16, "split8")]
+    for rule, (dtype, master) in itertools.product(twins.RULE_IDS, kinds):
+        case = PLAIN._replace(rule=rule, state=state, dtype=dtype, master=master, grad_dtype=dtype, level=level)
+        twins.assert_twins(case, steps=4, shapes=[(9, 640), (5, 1000), (700, 3), (1280,)])
+
+
 @pytest.mark.parametrize("values", ["zero", "tiny", "huge"])
 @pytest.mark.parametrize("level", twins.shared_library().runnable if CASES else [])
 def test_the_ends_of_the_range(values: str, level: str) -> None:
@@ -94,6 +104,24 @@ def test_blocks_of_all_kinds(level: str, state: str) -> None:
     finally:
         twins.shared_library().set_level(twins.shared_library().runnable[-1])
     assert kinds == ({0, 1, 2} if state == "int8" else set())
+
+
+@pytest.mark.parametrize("level", twins.shared_library().runnable if CASES else [])
+def test_every_bf16_pattern_in_loops_over_what_is_kept(level: str) -> None:
+    """All 65,536 patterns as weights and, in another order, as gradients."""
+    values = torch.arange(-(2**15), 2**15).to(torch.int16).view(BF16)
+    twins.shared_library().set_level(level)
+    try:
+        for state, master in itertools.product(("bf16", "int8"), ("none", "split", "split8")):
+            case = PLAIN._replace(state=state, master=master, dtype=BF16)
+            slots = [twins.make_slot(values, case) for _ in range(2)]
+            for _ in range(2):
+                for kernel, slot in zip(("native", "reference"), slots, strict=True):
+                    KERNELS[kernel].step([Work(slot, values.roll(12_345), twins.GROUP)], None, None)
+            other = twins.tensors_of(slots[1])
+            assert all(twins.same_bits(t, other[name]) for name, t in twins.tensors_of(slots[0]).items()), case
+    finally:
+        twins.shared_library().set_level(twins.shared_library().runnable[-1])
 
 
 @pytest.mark.parametrize("level", twins.shared_library().runnable if CASES else [])
