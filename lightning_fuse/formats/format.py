@@ -232,14 +232,24 @@ def encode_moments(
     Returns:
         The parts of each moment.
     """
-    encoded = []
-    for moment, codec, value in zip(moments, codecs, values, strict=True):
-        if moment.unit:
-            unit = _place_of_unit(moment, moments)
-            encoded.append(codec.encode(value, place, sqrt(values[unit]), codecs[unit].share(values[unit])))
-        else:
-            encoded.append(codec.encode(value, place))
-    return tuple(encoded)
+    return tuple(encode_moment(i, moments, codecs, values, place) for i in range(len(moments)))
+
+
+def encode_moment(
+    index: int,
+    moments: Sequence[Moment],
+    codecs: Sequence[Codec],
+    values: Sequence[Tensor] | Mapping[int, Tensor],
+    place: Place,
+) -> tuple[Tensor, ...]:
+    """Encodes one moment of a parameter; arguments as of ``encode_moments``, and which moment.
+
+    Of ``values`` only its own and those of its unit are read.
+    """
+    if not moments[index].unit:
+        return codecs[index].encode(values[index], place)
+    unit = _place_of_unit(moments[index], moments)
+    return codecs[index].encode(values[index], place, sqrt(values[unit]), codecs[unit].share(values[unit]))
 
 
 def _root_of_unit(

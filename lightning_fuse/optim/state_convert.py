@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_fuse.formats.format import Codec, Place, decode_moment, extremes
+from lightning_fuse.formats.format import Codec, Place, decode_moment, encode_moment, extremes
 from lightning_fuse.formats.master import MasterFormat
 from lightning_fuse.optim.state_foreign import Mapped
 from lightning_fuse.optim.state_match import Incoming
-from lightning_fuse.rules.rule import Moment, sqrt
+from lightning_fuse.rules.rule import Moment
 
 
 @dataclass
@@ -102,14 +102,10 @@ def _moments(planned: Planned, saved: Keeping, here: Keeping, place: Place) -> d
         if same[i]:
             now[i] = stored[i]
             continue
-        values = decode_moment(i, saved.moments, saved.codecs, stored)
-        of_unit = decode_moment(place_of_unit, saved.moments, saved.codecs, stored) if unit else None
+        values = {k: decode_moment(k, saved.moments, saved.codecs, stored) for k in {i, place_of_unit}}
+        now[i] = encode_moment(i, here.moments, here.codecs, values, place)
         kept = here.codecs[place_of_unit].root(now[place_of_unit]) if unit else None
-        if of_unit is None:
-            now[i] = codec.encode(values, place)
-        else:
-            now[i] = codec.encode(values, place, sqrt(of_unit), here.codecs[place_of_unit].share(of_unit))
-        distance = _distance(codec.decode(now[i], kept), values)
+        distance = _distance(codec.decode(now[i], kept), values[i])
         lost += [f"{names[i]} {distance}"] if distance else []
     if not all(same):
         planned.notes.append(f"state {saved.state} -> {here.state} ({', '.join(lost) or 'nothing is lost'})")
