@@ -83,9 +83,7 @@ def check(cfg: DictConfig) -> None:
     """
     _check_words(cfg)
     if "sweep" in cfg:
-        raise Refusal(
-            "+sweep: the files of conf/sweep are for W&B (wandb sweep conf/sweep/NAME.yaml); use multirun=NAME here"
-        )
+        raise Refusal("+sweep: these files are for W&B (wandb sweep FILE); use multirun=NAME here")
     choice = choice_of(cfg)
     found = obstacle(choice)
     if found is not None:
@@ -350,7 +348,7 @@ def _check_words(cfg: DictConfig) -> None:
 def _check_recipe(cfg: DictConfig) -> None:
     """Model and data must be those that the recipe's module understands."""
     for group in ("model", "data"):
-        wanted, given = cfg.recipe.takes[group], cfg[group]._target_
+        wanted, given = cfg.recipe.requires[group], cfg[group]._target_
         if wanted.target != given:
             words = tuple(f"{group}={word}" for word in wanted.words)
             raise Refusal(f"recipe={cfg.recipe.name} cannot use {group} {given}; use {_listed(words)}", words)

@@ -204,7 +204,7 @@ def _valid(optimizer: str, state: str) -> bool:
 
     from lightning_fuse.config import Refusal, check
 
-    with redirect_stderr(sys.stdout), initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with redirect_stderr(sys.stdout), initialize_config_dir(str(ROOT / "lightning_fuse" / "conf"), version_base="1.3"):
         try:
             check(compose("config", [f"optimizer={optimizer}", f"state={state}", "run_folder=nowhere"]))
         except Refusal:

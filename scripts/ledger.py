@@ -114,7 +114,7 @@ def _of_recipe(asked: Asked) -> tuple[list[Counted], Any]:
 
     words = [f"recipe={asked.what}", *asked.rest, "run_folder=none"]
     try:
-        with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        with hydra.initialize_config_dir(str(ROOT / "lightning_fuse" / "conf"), version_base="1.3"):
             cfg = hydra.compose("config", words)
     except HydraException as error:
         raise ValueError(str(error)) from error

@@ -8,6 +8,7 @@ import hydra
 from omegaconf import DictConfig
 
 ROOT = Path(__file__).resolve().parents[1]
+CONF = ROOT / "lightning_fuse" / "conf"
 
 # A GPT of a few thousand parameters, two updates, nothing but the run folder's records.
 SMALL = (
@@ -18,5 +19,5 @@ SMALL = (
 
 def composed(*words: str, run_folder: Path | str = "unused") -> DictConfig:
     """What `python train.py WORDS` composes, with a run folder of the test's own."""
-    with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         return hydra.compose("config", [*words, f"run_folder='{run_folder}'"])

@@ -58,7 +58,7 @@ def resumed(finished: Path, tmp_path: Path, *words: str) -> Any:
 
 
 def go_on(begun: Any, words: tuple[str, ...], folder: Path) -> Run:
-    with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with hydra.initialize_config_dir(str(ROOT / "lightning_fuse" / "conf"), version_base="1.3"):
         run = Run(begun.cfg, [*words, f"run_folder='{folder}'"])
         run.fit()
     return run

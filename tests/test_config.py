@@ -15,9 +15,9 @@ from lightning_fuse.config import FAMILIES, PRECISIONS, Choice, Refusal, alterna
 from lightning_fuse.formats import MASTERS, STATE_FORMATS
 from lightning_fuse.kernels import AUTO, KERNELS
 from lightning_fuse.run import Run
-from tests.composing import ROOT, SMALL, composed
+from tests.composing import CONF, SMALL, composed
 
-OPTIMIZERS = sorted(path.stem for path in (ROOT / "conf" / "optimizer").glob("*.yaml"))
+OPTIMIZERS = sorted(path.stem for path in (CONF / "optimizer").glob("*.yaml"))
 STATES = tuple(STATE_FORMATS)
 PARAMETER_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 TORCH = {"adamw_loop", "adamw_foreach", "adamw_torch", "sgd_torch"}
@@ -162,7 +162,7 @@ def test_a_misspelt_key_is_refused(word: str) -> None:
         composed(word)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "conf" / "optimizer").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted((CONF / "optimizer").glob("*.yaml")), ids=lambda path: path.stem)
 def test_an_optimizer_is_called_as_its_file(path: Path) -> None:
     cfg = OmegaConf.load(path)
     assert cfg.name == path.stem
@@ -171,7 +171,7 @@ def test_an_optimizer_is_called_as_its_file(path: Path) -> None:
 
 @pytest.mark.parametrize("group", ["kernel", "master", "precision", "strategy"])
 def test_a_group_of_one_value_is_called_as_its_file(group: str) -> None:
-    for path in (ROOT / "conf" / group).glob("*.yaml"):
+    for path in (CONF / group).glob("*.yaml"):
         assert OmegaConf.load(path)[group] == path.stem
 
 
@@ -180,13 +180,15 @@ def test_a_group_of_one_value_is_called_as_its_file(group: str) -> None:
     [("state", STATES), ("master", MASTERS), ("precision", PRECISIONS), ("kernel", (AUTO, *KERNELS))],
 )
 def test_every_word_of_the_package_has_a_file(group: str, words: tuple[str, ...]) -> None:
-    assert {path.stem for path in (ROOT / "conf" / group).glob("*.yaml")} == set(words)
+    assert {path.stem for path in (CONF / group).glob("*.yaml")} == set(words)
 
 
 def test_a_recipe_brings_its_own_choices_and_gives_way_to_the_users() -> None:
-    assert composed("recipe=digits").model._target_ == "recipes.digits.CNN"
+    assert composed("recipe=digits").model._target_ == "lightning_fuse.recipes.digits.CNN"
     assert composed("recipe=digits").trainer.max_steps == composed("recipe=digits").recipe.max_steps
-    assert composed("recipe=digits", "schedule=constant").schedule._target_ == "recipes.schedules.constant"
+    assert (
+        composed("recipe=digits", "schedule=constant").schedule._target_ == "lightning_fuse.recipes.schedules.constant"
+    )
     assert composed("model=small", "recipe=byte_lm").model.width == 384
     assert composed("trainer=debug").trainer.max_steps == 2
     assert list(composed("logger=[csv,wandb]").logger) == ["csv", "wandb"]

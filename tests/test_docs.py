@@ -128,7 +128,9 @@ def test_every_command_is_run_or_named(repo_root: Path) -> None:
     for command in SCRIPTS:
         assert (repo_root / command.words[1]).is_file(), command
     for command in others:
-        assert all((repo_root / word).is_file() for word in command.words if word.startswith("conf/")), command
+        assert all((repo_root / word).is_file() for word in command.words if word.startswith("lightning_fuse/conf/")), (
+            command
+        )
 
 
 def test_every_reason_is_needed() -> None:
@@ -168,7 +170,7 @@ def _runs(words: list[str]) -> list[list[str]]:
 
 
 def _composed(words: list[str]) -> DictConfig:
-    with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with hydra.initialize_config_dir(str(ROOT / "lightning_fuse" / "conf"), version_base="1.3"):
         return hydra.compose("config", [*words, "run_folder=unused"])
 
 

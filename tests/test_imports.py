@@ -27,8 +27,10 @@ FLOORS = (
     ("step",),
     ("records",),
     ("plugins", "callbacks"),
+    ("recipes",),
     ("config", "resume", "run"),
     ("reports",),
+    ("cli",),
 )
 HEIGHT = {name: height for height, name in enumerate(name for floor in FLOORS for name in floor)}
 
@@ -46,6 +48,7 @@ OUTSIDE = {
     "records": set(),
     "plugins": {"torch", "lightning"},
     "callbacks": {"torch", "lightning", "matplotlib", "numpy", "rich", "torchdata", "torchmetrics"},
+    "recipes": {"torch", "lightning", "sklearn", "torchdata", "torchmetrics"},
     "reports": {"matplotlib", "numpy", "rich", "wandb"},
 }
 ONLY_IN = {"triton": "kernels/gpu", "ctypes": "kernels/cpu"}

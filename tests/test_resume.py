@@ -127,7 +127,7 @@ def test_a_file_begins_a_new_run_with_the_words_of_the_old(finished: Path, tmp_p
     assert not begun.in_place
     assert begun.cfg.run_folder == str(tmp_path / "new")
     assert begun.cfg.model.width == 16
-    with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with hydra.initialize_config_dir(str(ROOT / "lightning_fuse" / "conf"), version_base="1.3"):
         train(begun.cfg, [*words, f"run_folder='{tmp_path / 'new'}'"])
     manifest = json.loads((tmp_path / "new" / "manifest.json").read_text())
     assert manifest["resumed_from"][0]["checkpoint"] == f"{finished}/checkpoints/last.ckpt"

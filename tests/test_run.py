@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_fuse.run import Run, train
-from tests.composing import ROOT, SMALL, composed
+from tests.composing import CONF, ROOT, SMALL, composed
 
 Command = Callable[..., CompletedProcess[str]]
 
@@ -184,7 +184,7 @@ def test_a_multirun_of_several_processes_is_refused(train_py: Command) -> None:
 
 def test_help_names_every_group_and_word(train_py: Command) -> None:
     text = train_py("--help").stdout
-    for path in (ROOT / "conf").glob("*/*.yaml"):
+    for path in CONF.glob("*/*.yaml"):
         assert path.parent.name in text
         assert path.stem in text, f"--help does not name {path.parent.name}={path.stem}"
     written = text.split("THE WORDS OF EACH GROUP")[0]  # the lists below are Hydra's

@@ -19,20 +19,20 @@ from jsonschema import Draft7Validator
 from omegaconf import DictConfig
 
 from lightning_fuse.config import Refusal, check
-from tests.composing import ROOT, composed
+from tests.composing import CONF, ROOT, composed
 
-SWEEPS = sorted(path.stem for path in (ROOT / "conf" / "sweep").glob("*.yaml"))
+SWEEPS = sorted(path.stem for path in (CONF / "sweep").glob("*.yaml"))
 SCHEMA = json.loads((ROOT / "tests" / "sweep_schema.json").read_text(encoding="utf-8"))
 Values = frozenset[tuple[str, Any]]
 
 
 def sweep_of(name: str) -> dict[str, Any]:
-    return yaml.safe_load((ROOT / "conf" / "sweep" / f"{name}.yaml").read_text(encoding="utf-8"))
+    return yaml.safe_load((CONF / "sweep" / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
 def with_hydra(*words: str) -> DictConfig:
     """The composed configuration with Hydra's own part."""
-    with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         return hydra.compose("config", list(words), return_hydra_config=True).hydra
 
 
@@ -59,7 +59,7 @@ def values(run: list[str]) -> Values:
 
 def test_there_are_sweeps_and_a_multirun_for_each() -> None:
     assert {"byte_lm_optimizers", "digits_lr"} <= set(SWEEPS)
-    assert sorted(path.stem for path in (ROOT / "conf" / "multirun").glob("*.yaml")) == SWEEPS
+    assert sorted(path.stem for path in (CONF / "multirun").glob("*.yaml")) == SWEEPS
 
 
 @pytest.mark.parametrize("name", SWEEPS)

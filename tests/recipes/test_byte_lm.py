@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipes.byte_lm import ByteData, Windows
-from recipes.metrics import BitsPerByte, TokensPerSecond
+from lightning_fuse.recipes.byte_lm import ByteData, Windows
+from lightning_fuse.recipes.metrics import BitsPerByte, TokensPerSecond
 
 
 def data(path: Path, **settings: object) -> ByteData:

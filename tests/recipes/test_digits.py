@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_fuse.recipes.digits import CNN, DigitsData
 from lightning_fuse.run import train
-from recipes.digits import CNN, DigitsData
 from tests.composing import composed
 
 

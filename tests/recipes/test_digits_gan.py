@@ -13,9 +13,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from lightning_fuse import Fuse
+from lightning_fuse.recipes.digits_gan import GAN, PARTS, DigitsGAN
+from lightning_fuse.recipes.metrics import EnergyDistance
 from lightning_fuse.run import train
-from recipes.digits_gan import GAN, PARTS, DigitsGAN
-from recipes.metrics import EnergyDistance
 from tests.cases import half
 from tests.cases import train as fit
 from tests.composing import ROOT, composed
@@ -154,7 +154,7 @@ def test_a_run_in_two_parts_is_the_run(tmp_path: Path) -> None:
     first = [*words[:-2], "recipe.max_steps=60", words[-1]]
     train(composed(*first, run_folder=tmp_path / "first"), first)
     resumed = [f"resume={tmp_path / 'first'}", "recipe.max_steps=120"]
-    with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with hydra.initialize_config_dir(str(ROOT / "lightning_fuse" / "conf"), version_base="1.3"):
         train(hydra.compose("config", [*resumed, "run_folder=unused"]), resumed)
     one, two = (
         torch.load(tmp_path / name / "checkpoints" / "last.ckpt", weights_only=True) for name in ("whole", "first")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recipes.gpt import GPT
+from lightning_fuse.recipes.gpt import GPT
 from tests.composing import composed
 
 

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from lightning_fuse import FusedLARS, FusedSGD, param_groups
 from lightning_fuse.optim import FusedOptimizer
-from recipes.digits import MLP, DigitsData
-from recipes.schedules import warmup_cosine
+from lightning_fuse.recipes.digits import MLP, DigitsData
+from lightning_fuse.recipes.schedules import warmup_cosine
 from tests.composing import composed
 
 SEEDS = range(3)

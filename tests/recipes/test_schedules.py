@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from recipes import schedules
+from lightning_fuse.recipes import schedules
 
 
 def factors(factory: Callable[..., dict[str, Any]], total: int, **settings: Any) -> list[float]:

@@ -39,7 +39,7 @@ def Complex(): return torch.nn.Linear(4, 4, dtype=torch.complex64)
 def Double(): return torch.nn.Linear(4, 4, dtype=torch.float64)
 def Half(): return torch.nn.Linear(1000, 5, bias=False, dtype=torch.float16)
 """
-RECIPES = sorted(path.stem for path in (ROOT / "conf" / "recipe").glob("*.yaml"))
+RECIPES = sorted(path.stem for path in (ROOT / "lightning_fuse" / "conf" / "recipe").glob("*.yaml"))
 
 
 # Every recipe's model, in every format and master.

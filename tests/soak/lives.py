@@ -41,7 +41,7 @@ DOWNTIME = 0.05  # seconds between two lives, which no clock may count
 def live(folder: Path) -> None:
     """One life of the run: the same command every time."""
     words = [*WORDS, "resume=auto", f"run_folder='{folder}'"]
-    with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with hydra.initialize_config_dir(str(ROOT / "lightning_fuse" / "conf"), version_base="1.3"):
         Run(hydra.compose("config", words), words).fit()
 
 

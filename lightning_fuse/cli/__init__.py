@@ -1,0 +1,1 @@
+"""The installed commands: ``lightning-fuse train | compare | ledger | convert | import-wandb``."""
