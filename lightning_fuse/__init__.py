@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lightning_fuse.optim import (
         FusedAdam,
         FusedAdamW,
+        FusedAdEMAMix,
         FusedLAMB,
         FusedLARS,
         FusedLion,
@@ -26,6 +27,7 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "Fuse",
+    "FusedAdEMAMix",
     "FusedAdam",
     "FusedAdamW",
     "FusedLAMB",
@@ -41,6 +43,7 @@ __all__ = [
 _HOMES = {
     "Fuse": "lightning_fuse.callbacks",
     "FusedAdam": "lightning_fuse.optim",
+    "FusedAdEMAMix": "lightning_fuse.optim",
     "FusedAdamW": "lightning_fuse.optim",
     "FusedLAMB": "lightning_fuse.optim",
     "FusedLARS": "lightning_fuse.optim",

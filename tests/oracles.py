@@ -3,6 +3,7 @@
 Adam     Kingma & Ba 2015, algorithm 1, with L2 decay in the gradient
 AdamW    Loshchilov & Hutter 2019, algorithm 2, with the decay factor 1 - lr * lambda as in torch
 AMSGrad  Reddi et al. 2018, algorithm 2, bias-corrected as in torch: max over the uncorrected second moments
+AdEMAMix Pagliardini et al. 2024, algorithm 1 and its schedules of alpha and beta3
 SGD      Polyak's momentum and Nesterov's in the form of torch.optim.SGD: the first buffer is the gradient
 """
 
@@ -89,6 +90,29 @@ class SGDOracle(Oracle):
             track.averages = {"buffer": buffer}
             direction = g + s["momentum"] * buffer if s["nesterov"] else buffer
         track.theta = track.theta - s["lr"] * direction
+
+
+class AdEMAMixOracle(Oracle):
+    """AdEMAMix as in the paper's appendix: schedules in logarithms, weight decay inside the bracket of the update."""
+
+    def update(self, track: Track, g: Array) -> None:
+        s = self.settings
+        beta1, beta2, beta3 = s["betas"]
+        alpha, t = s["alpha"], track.t
+        if s["t_alpha"]:
+            alpha = min(t * alpha / s["t_alpha"], alpha)
+        if s["t_beta3"] and t < s["t_beta3"]:
+            first, last, share = np.log(beta1), np.log(beta3), t / s["t_beta3"]
+            beta3 = min(np.exp(first * last / ((1 - share) * last + share * first)), beta3)
+        zero = np.zeros_like(track.theta)
+        m1 = beta1 * track.averages.get("m", zero) + (1 - beta1) * g
+        m2 = beta3 * track.averages.get("slow", zero) + (1 - beta3) * g
+        v = beta2 * track.averages.get("v", zero) + (1 - beta2) * g**2
+        track.averages = {"m": m1, "slow": m2, "v": v}
+        mixed = m1 / (1 - beta1**t) + alpha * m2
+        root = np.sqrt(v / (1 - beta2**t)) + s["eps"]
+        self.reach = s["lr"] * max(1.0, float(np.abs(mixed / root).max(initial=0.0)))
+        track.theta = track.theta - s["lr"] * (mixed / root + s["weight_decay"] * track.theta)
 
 
 class StandStill(Oracle):

@@ -26,6 +26,7 @@ WORDS = {
     "FusedLion": "lion_fused",
     "FusedLARS": "lars_fused",
     "FusedLAMB": "lamb_fused",
+    "FusedAdEMAMix": "ademamix_fused",
 }
 
 

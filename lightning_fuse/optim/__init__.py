@@ -2,6 +2,7 @@
 
 from lightning_fuse.optim.adam import FusedAdam
 from lightning_fuse.optim.adamw import FusedAdamW
+from lightning_fuse.optim.ademamix import FusedAdEMAMix
 from lightning_fuse.optim.fused import FusedOptimizer
 from lightning_fuse.optim.groups import param_groups
 from lightning_fuse.optim.lamb import FusedLAMB
@@ -12,6 +13,7 @@ from lightning_fuse.optim.sgd import FusedSGD
 from lightning_fuse.optim.torch_export import to_torch_state
 
 __all__ = [
+    "FusedAdEMAMix",
     "FusedAdam",
     "FusedAdamW",
     "FusedLAMB",

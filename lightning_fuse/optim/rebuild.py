@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_fuse.kernels.kernel import PARAM_DTYPES
 from lightning_fuse.optim.adam import FusedAdam
 from lightning_fuse.optim.adamw import FusedAdamW
+from lightning_fuse.optim.ademamix import FusedAdEMAMix
 from lightning_fuse.optim.fused import FusedOptimizer, parameter_names
 from lightning_fuse.optim.lamb import FusedLAMB
 from lightning_fuse.optim.lars import FusedLARS
@@ -30,6 +31,7 @@ CLASSES: dict[str, Callable[..., FusedOptimizer]] = {
     "lion": FusedLion,
     "lars": FusedLARS,
     "lamb": FusedLAMB,
+    "ademamix": FusedAdEMAMix,
 }
 
 

@@ -74,18 +74,19 @@ def check_adam(group: Mapping[str, Any]) -> None:
     check_betas(group)
 
 
-def check_betas(group: Mapping[str, Any]) -> None:
-    """Refuses ``betas`` that are not a pair of numbers in [0, 1).
+def check_betas(group: Mapping[str, Any], count: int = 2) -> None:
+    """Refuses ``betas`` that are not so many numbers in [0, 1).
 
     Args:
         group: A parameter group as plain numbers.
+        count: How many.
 
     Raises:
         ValueError: They are not.
     """
     betas = group["betas"]
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise ValueError(f"betas={betas!r}: must be a pair of numbers in [0, 1)")
+    if not isinstance(betas, (tuple, list)) or len(betas) != count:
+        raise ValueError(f"betas={betas!r}: must be {'a pair of' if count == 2 else count} numbers in [0, 1)")
     for index, beta in enumerate(betas):
         in_range(f"betas[{index}]", beta, 1.0)
 

@@ -17,6 +17,7 @@ from lightning_fuse.kernels import check_kernel_name
 from lightning_fuse.optim import (
     FusedAdam,
     FusedAdamW,
+    FusedAdEMAMix,
     FusedLAMB,
     FusedLARS,
     FusedLion,
@@ -37,6 +38,7 @@ FUSED: dict[str, type[FusedOptimizer]] = {
     "lion_fused": FusedLion,
     "lars_fused": FusedLARS,
     "lamb_fused": FusedLAMB,
+    "ademamix_fused": FusedAdEMAMix,
 }
 SAME_RULE: dict[type[Optimizer], str] = {AdamW: "adamw_fused", Adam: "adam_fused", SGD: "sgd_fused"}
 AUTO = "auto"
@@ -264,6 +266,7 @@ def _arguments(cls: type[FusedOptimizer]) -> set[str]:
         FusedLARS: {"momentum", "nesterov"},
         FusedLion: {"betas"},
         FusedLAMB: {"betas", "eps"},
+        FusedAdEMAMix: {"eps"},  # of three betas two are another optimizer's
     }
     return {"lr", "weight_decay", "maximize"} | own.get(cls, {"betas", "eps", "amsgrad"})
 

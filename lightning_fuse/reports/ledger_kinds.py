@@ -93,6 +93,7 @@ OPTIMIZERS = {
     "lion_fused": OptimizerKind("fused", (MomentKind("exp_avg", True),)),
     "lars_fused": OptimizerKind("fused", _MOMENTUM),
     "lamb_fused": OptimizerKind("fused", _ADAM),
+    "ademamix_fused": OptimizerKind("fused", (_ADAM[0], MomentKind("exp_avg_slow", True), _ADAM[1])),
     "adamw_loop": OptimizerKind("torch", _ADAM, ("amsgrad",)),
     "adamw_foreach": OptimizerKind("torch", _ADAM, ("amsgrad",)),
     "adamw_torch": OptimizerKind("torch", _ADAM, ("amsgrad",)),

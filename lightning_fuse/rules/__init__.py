@@ -3,6 +3,7 @@
 from lightning_fuse.registry import Registry
 from lightning_fuse.rules.adam import Adam, AdamAmsgrad
 from lightning_fuse.rules.adamw import AdamW, AdamWAmsgrad
+from lightning_fuse.rules.ademamix import AdEMAMix
 from lightning_fuse.rules.lamb import LAMB
 from lightning_fuse.rules.lars import LARS, LARSNesterov
 from lightning_fuse.rules.lion import Lion
@@ -23,6 +24,7 @@ RULES: Registry[UpdateRule] = Registry(
         LARS(),
         LARSNesterov(),
         LAMB(),
+        AdEMAMix(),
     ],
 )
 

@@ -61,7 +61,7 @@ def adam_scalars(group: Mapping[str, Any], step: int) -> dict[str, float]:
     Returns:
         beta1, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, inv_sqrt_correction2; float64.
     """
-    beta1, beta2 = group["betas"]
+    beta1, beta2, *_ = group["betas"]
     return {
         "beta1": beta1,
         "one_minus_beta1": 1.0 - beta1,

@@ -27,7 +27,7 @@ class Lion(UpdateRule):
 
     def scalars(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
         """See ``UpdateRule.scalars``; reads lr, betas and weight_decay. The step plays no part."""
-        beta1, beta2 = group["betas"]
+        beta1, beta2, *_ = group["betas"]
         return {
             "beta1": beta1,
             "one_minus_beta1": 1.0 - beta1,

@@ -21,7 +21,10 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 # Away from what would hide a mistake: no 0, no 1, no default.
 GROUP: dict[str, Any] = {
     "lr": 0.013,
-    "betas": (0.83, 0.957),
+    "betas": (0.83, 0.957, 0.981),  # the third is AdEMAMix's alone
+    "alpha": 2.7,
+    "t_alpha": 7,
+    "t_beta3": 11,
     "eps": 1e-3,
     "weight_decay": 0.07,
     "momentum": 0.87,

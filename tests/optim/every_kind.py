@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_fuse.formats import MASTERS, STATE_FORMATS
-from lightning_fuse.optim import FusedLAMB, FusedLARS, FusedLion, FusedOptimizer
+from lightning_fuse.optim import FusedAdEMAMix, FusedLAMB, FusedLARS, FusedLion, FusedOptimizer
 from lightning_fuse.rules import RULES
 from tests.rules.rule_table import ADAM, BUFFERED, CASES
 
@@ -28,6 +28,9 @@ WITHOUT_TWIN: dict[str, Callable[..., FusedOptimizer]] = {
     "lars": lambda params, **kw: FusedLARS(params, **BUFFERED, trust_coefficient=0.02, **kw),
     "lars_nesterov": lambda params, **kw: FusedLARS(params, **BUFFERED, trust_coefficient=0.02, nesterov=True, **kw),
     "lamb": lambda params, **kw: FusedLAMB(params, **ADAM, **kw),
+    "ademamix": lambda params, **kw: FusedAdEMAMix(
+        params, **{**ADAM, "betas": (0.8, 0.98, 0.99)}, alpha=3.0, t_alpha=5, t_beta3=6, **kw
+    ),
 }
 
 Kind = tuple[str, str, torch.dtype, str]

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from lightning_fuse.formats import MASTERS as REAL_MASTERS
 from lightning_fuse.formats import STATE_FORMATS
-from lightning_fuse.optim import FusedAdam, FusedAdamW, FusedLAMB, FusedLARS, FusedLion, FusedSGD
+from lightning_fuse.optim import FusedAdam, FusedAdamW, FusedAdEMAMix, FusedLAMB, FusedLARS, FusedLion, FusedSGD
 from lightning_fuse.reports.ledger import Counted, Ledger, Setup, bare, counted, ledger_of, sharded
 from lightning_fuse.reports.ledger_kinds import FORMATS, MASTERS, MASTERS_FIT, OPTIMIZERS, PRECISIONS
 from lightning_fuse.rules import RULES
@@ -25,6 +25,7 @@ FUSED: dict[str, Any] = {
     "lion_fused": FusedLion,
     "lars_fused": FusedLARS,
     "lamb_fused": FusedLAMB,
+    "ademamix_fused": FusedAdEMAMix,
 }
 
 

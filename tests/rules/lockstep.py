@@ -20,7 +20,12 @@ from tests.tolerances import one_update_bound
 SHAPES = ((7, 5), (11,), (), (2, 3, 4), (3, 130))
 STEPS = 150
 # Our names of moments, and the oracles' (SGD's and LARS's differ).
-NAMES = {"exp_avg": ("m", "buffer"), "exp_avg_sq": ("v",), "momentum_buffer": ("v", "buffer")}
+NAMES = {
+    "exp_avg": ("m", "buffer"),
+    "exp_avg_slow": ("slow",),
+    "exp_avg_sq": ("v",),
+    "momentum_buffer": ("v", "buffer"),
+}
 
 
 @dataclass(frozen=True)

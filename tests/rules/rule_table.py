@@ -75,4 +75,4 @@ CASES: dict[str, RuleCase] = {
 }
 
 # torch has no twin of these: each is held to an oracle in tests/rules/test_<name>.py.
-WITH_TESTS_OF_THEIR_OWN = {"lion", "lars", "lars_nesterov", "lamb"}
+WITH_TESTS_OF_THEIR_OWN = {"lion", "lars", "lars_nesterov", "lamb", "ademamix"}

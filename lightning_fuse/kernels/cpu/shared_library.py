@@ -18,7 +18,7 @@ from typing import Any
 
 from lightning_fuse.registry import unknown_name
 
-ABI = 4  # kAbi in src/tables.h
+ABI = 5  # kAbi in src/tables.h
 FILE_NAME = "lightning_fuse_cpu.so"
 FILE_VARIABLE = "LIGHTNING_FUSE_CPU_LIBRARY"
 LEVEL_VARIABLE = "LIGHTNING_FUSE_CPU_LEVEL"

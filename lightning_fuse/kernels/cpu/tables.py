@@ -30,6 +30,7 @@ RULE_IDS = {
             "lars",
             "lars_nesterov",
             "lamb",
+            "ademamix",
         )
     )
 }
@@ -43,8 +44,8 @@ MAX_DIMS = 16  # kMaxDims in src/layout.h
 MAX_MOMENTS = 3
 SLOT_COLUMNS = 11 + 3 * MAX_MOMENTS
 GRADIENT_COLUMNS = 3  # data, dtype, layout
-GROUP_COLUMNS = 9
-SCALARS_BYTES = 44
+GROUP_COLUMNS = 13
+SCALARS_BYTES = 56
 
 MEASURE, STEP = 0, 1  # of a ``Task``
 TASK_COLUMNS, WAVE_COLUMNS = 4, 5
@@ -143,7 +144,7 @@ def _parts(stored: StoredMoment, shape: tuple[int, ...]) -> list[Expected]:
 
 def group_row(group: Mapping[str, Any]) -> tuple[float, ...]:
     """One ``Group``: hyperparameters as float64, 0 where a rule has none of that name."""
-    beta1, beta2 = group.get("betas", (0.0, 0.0))
+    beta1, beta2, beta3 = (*group.get("betas", (0.0, 0.0)), 0.0)[:3]
     read = group.get
     return (
         read("lr", 0.0),
@@ -155,6 +156,10 @@ def group_row(group: Mapping[str, Any]) -> tuple[float, ...]:
         read("dampening", 0.0),
         float(bool(read("maximize", False))),
         read("trust_coefficient", 0.0),
+        beta3,
+        read("alpha", 0.0),
+        read("t_alpha") or 0.0,
+        read("t_beta3") or 0.0,
     )
 
 

@@ -66,7 +66,7 @@ using UpdateInt8 = void (*)(const Scalars&, const Span&, const Operands&, const 
 
 struct Variant {
     int moments;
-    bool has_unit;  // whether the root of the second moment is the unit of the first
+    int relative;  // leading moments whose unit is the root of the one after them
     void (*update)(const Scalars&, int, float*, const float*, float* const*);
     UpdateBf16 bf16[kWeights] = {};  // for bfloat16 moments
     UpdateInt8 int8[kWeights] = {};  // for a signed and an unsigned int8 moment at once
@@ -77,7 +77,7 @@ struct Variant {
 
 template <class R>
 constexpr Variant variant() {
-    Variant found{R::kMoments, R::kHasUnit, update<R>};
+    Variant found{R::kMoments, R::kRelative, update<R>};
     if constexpr (R::kMoments > 0) {
         found.bf16[kFloat32] = update_bf16<R, Float32Weight>;
         found.bf16[kBf16] = update_bf16<R, Bf16Weight>;
@@ -105,7 +105,7 @@ constexpr Variant layer_wise() {
 constexpr Variant kVariants[] = {
     variant<AdamW>(), variant<AdamWAmsgrad>(), variant<Adam>(), variant<AdamAmsgrad>(),
     variant<SGD>(), variant<SGDMomentum>(), variant<SGDNesterov>(), variant<Lion>(),
-    layer_wise<LARS, LARS>(), layer_wise<LARSNesterov, LARS>(), layer_wise<LAMB, LAMB>(),
+    layer_wise<LARS, LARS>(), layer_wise<LARSNesterov, LARS>(), layer_wise<LAMB, LAMB>(), variant<AdEMAMix>(),
 };
 
 // Elements [begin, begin + count), contiguous: where they are, or gathered into `buffer`.
@@ -134,16 +134,16 @@ const float* open_gradient(const Gradient& grad, const Span& span, float* raw, f
     return widened(grad.dtype, contiguous(grad, span, raw), span, buffer);
 }
 
-// Whether the first moment is kept in units of the second's root.
-bool is_relative(const Variant& variant, const Slot& slot) {
-    return variant.has_unit && slot.moments[0].codec == Codec::kInt8Signed;
+// How many leading moments are kept in units of the root of the one after them.
+int relative_moments(const Variant& variant, const Slot& slot) {
+    return slot.moments[0].codec == Codec::kInt8Signed ? variant.relative : 0;
 }
 
 // float32 values of all moments: in place, or in the buffers.
 void open_moments(
     const Variant& variant, const Slot& slot, const Span& span, float (*buffers)[kTile], float** moments) {
-    const int relative = is_relative(variant, slot);
-    if (relative) moments[0] = open_relative(slot.moments[0], slot.moments[1], span, buffers[0]);
+    const int relative = relative_moments(variant, slot);
+    for (int k = 0; k < relative; ++k) moments[k] = open_relative(slot.moments[k], slot.moments[relative], span, buffers[k]);
     for (int k = relative; k < variant.moments; ++k) moments[k] = open_moment(slot.moments[k], span, buffers[k]);
 }
 
@@ -151,11 +151,13 @@ void open_moments(
 void step_opened(
     const Variant& variant, const Slot& slot, const Scalars& scalars, const Span& span, float* weight, const float* g,
     float (*buffers)[kTile]) {
-    const int relative = is_relative(variant, slot);  // how many moments have a unit: the first, or none
+    const int relative = relative_moments(variant, slot);
     float* moments[kMaxMoments];
     open_moments(variant, slot, span, buffers, moments);
     variant.update(scalars, span.count, weight, g, moments);
-    if (relative) close_relative(slot.moments[0], slot.moments[1].codec, moments[1], span, moments[0]);
+    for (int k = 0; k < relative; ++k) {
+        close_relative(slot.moments[k], slot.moments[relative].codec, moments[relative], span, moments[k]);
+    }
     for (int k = relative; k < variant.moments; ++k) close_moment(slot.moments[k], span, moments[k]);
 }
 

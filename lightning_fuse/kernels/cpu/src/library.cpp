@@ -61,7 +61,7 @@ void scalars_of(const Group& group, int64_t step, float* value) {
 constexpr void (*kScalars[])(const Group&, int64_t, float*) = {
     scalars_of<AdamW>, scalars_of<AdamWAmsgrad>, scalars_of<Adam>, scalars_of<AdamAmsgrad>,
     scalars_of<SGD>,   scalars_of<SGDMomentum>,  scalars_of<SGDNesterov>, scalars_of<Lion>,
-    scalars_of<LARS>,  scalars_of<LARSNesterov>, scalars_of<LAMB>,
+    scalars_of<LARS>,  scalars_of<LARSNesterov>, scalars_of<LAMB>, scalars_of<AdEMAMix>,
 };
 
 // Scalars of every slot. Most slots share group, rule and step with the one before.

@@ -37,6 +37,7 @@ void update_bf16(const Scalars& scalars, const Span& span, const Operands& opera
         // Half a turn, or nothing, from the first moment's dither to the others'.
         const uint32_t turn = bf16_word(moments[1], span) ^ first;
         uint16_t* __restrict b = static_cast<uint16_t*>(moments[1].data) + span.begin;
+        const uint32_t last_turn = R::kMoments == 3 ? bf16_word(moments[R::kMoments - 1], span) ^ first : 0;
         uint16_t* __restrict c = R::kMoments == 3 ? static_cast<uint16_t*>(moments[2].data) + span.begin : nullptr;
         for (int i = 0; i < span.count; ++i) {
             const uint32_t turns = static_cast<uint32_t>(i) * kIndexStride, word = first + turns;
@@ -44,7 +45,7 @@ void update_bf16(const Scalars& scalars, const Span& span, const Operands& opera
             if constexpr (R::kMoments == 3) {
                 float largest = from_bf16(c[i]);
                 weight = rule.update(weight, W::read(g[i]) * factor, m, v, largest);
-                c[i] = bf16_dithered(largest, word ^ turn);
+                c[i] = bf16_dithered(largest, word ^ last_turn);
             } else {
                 weight = rule.update(weight, W::read(g[i]) * factor, m, v);
             }

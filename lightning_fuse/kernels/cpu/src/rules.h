@@ -27,7 +27,7 @@ inline double power(double base, int64_t exponent) {
 inline float maximum(float a, float b) { return (a > b || a != a) ? a : b; }
 
 struct AdamBase {
-    static constexpr bool kHasUnit = true;
+    static constexpr int kRelative = 1;  // leading moments in units of the root of the one after them
     float beta1, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, inv_sqrt_correction2, decay;
 
     explicit AdamBase(const Scalars& s)
@@ -124,7 +124,7 @@ struct AdamAmsgrad : Adam {
 
 struct SGD {
     static constexpr int kMoments = 0;
-    static constexpr bool kHasUnit = false;
+    static constexpr int kRelative = 0;
     float lr, weight_decay, momentum, gain;
 
     explicit SGD(const Scalars& s) : lr(s.value[0]), weight_decay(s.value[1]), momentum(s.value[2]), gain(s.value[3]) {}
@@ -169,7 +169,7 @@ struct SGDNesterov : SGD {
 
 struct LARS {
     static constexpr int kMoments = 1;
-    static constexpr bool kHasUnit = false;
+    static constexpr int kRelative = 0;
     float lr, weight_decay, momentum, trust;
 
     explicit LARS(const Scalars& s)
@@ -250,10 +250,76 @@ struct LAMB : AdamBase {
     }
 };
 
+// The series of rules/ademamix.py, term by term: -1 / log(beta), and exp(-1 / tau).
+inline double time_constant(double beta) {
+    if (beta == 0.0) return 0.0;
+    int exponent;
+    const double mantissa = std::frexp(beta, &exponent);
+    const double y = (mantissa - 1.0) / (mantissa + 1.0), square = y * y;
+    double total = 0.0;
+    for (int term = 17; term >= 0; --term) total = total * square + 1.0 / (2 * term + 1);
+    return -1.0 / (exponent * 0.6931471805599453 + 2.0 * (y * total));
+}
+
+inline double decay_of(double tau) {
+    if (tau <= 1.0 / 64.0) return 0.0;
+    const double x = (-1.0 / tau) / 256.0;
+    double total = 1.0;
+    for (int term = 14; term > 0; --term) total = 1.0 + (x / term) * total;
+    for (int k = 0; k < 8; ++k) total *= total;
+    return total;
+}
+
+struct AdEMAMix {
+    static constexpr int kMoments = 3;
+    static constexpr int kRelative = 2;
+    float beta1, one_minus_beta1, beta2, one_minus_beta2, beta3, one_minus_beta3, alpha, eps, inv_correction1,
+        inv_sqrt_correction2, lr, decay;
+
+    explicit AdEMAMix(const Scalars& s)
+        : beta1(s.value[0]), one_minus_beta1(s.value[1]), beta2(s.value[2]), one_minus_beta2(s.value[3]),
+          beta3(s.value[4]), one_minus_beta3(s.value[5]), alpha(s.value[6]), eps(s.value[7]),
+          inv_correction1(s.value[8]), inv_sqrt_correction2(s.value[9]), lr(s.value[10]), decay(s.value[11]) {}
+
+    static double scheduled_beta3(const Group& group, double step) {
+        if (step >= group.t_beta3) return group.beta3;
+        const double first = time_constant(group.beta1);
+        const double found = decay_of(first + (time_constant(group.beta3) - first) * (step / group.t_beta3));
+        return found < group.beta3 ? found : group.beta3;
+    }
+
+    static void scalars(const Group& group, int64_t step, float* value) {
+        const double at = static_cast<double>(step), beta3 = scheduled_beta3(group, at);
+        const double alpha = at >= group.t_alpha ? group.alpha : group.alpha * (at / group.t_alpha);
+        value[0] = static_cast<float>(group.beta1);
+        value[1] = static_cast<float>(1.0 - group.beta1);
+        value[2] = static_cast<float>(group.beta2);
+        value[3] = static_cast<float>(1.0 - group.beta2);
+        value[4] = static_cast<float>(beta3);
+        value[5] = static_cast<float>(1.0 - beta3);
+        value[6] = static_cast<float>(alpha);
+        value[7] = static_cast<float>(group.eps);
+        value[8] = static_cast<float>(1.0 / (1.0 - power(group.beta1, step)));
+        value[9] = static_cast<float>(1.0 / std::sqrt(1.0 - power(group.beta2, step)));
+        value[10] = static_cast<float>(group.lr);
+        value[11] = static_cast<float>(1.0 - group.lr * group.weight_decay);
+    }
+
+    float update(float p, float g, float& fast, float& slow, float& v) const {
+        p = p * decay;
+        fast = fast * beta1 + g * one_minus_beta1;
+        slow = slow * beta3 + g * one_minus_beta3;
+        v = v * beta2 + (g * g) * one_minus_beta2;
+        const float direction = fast * inv_correction1 + slow * alpha;
+        const float denominator = std::sqrt(v) * inv_sqrt_correction2 + eps;
+        return p - (direction / denominator) * lr;
+    }
+};
+
 // Reads betas, lr and weight_decay; the sign of a zero is 0, and a NaN stays one.
 struct Lion {
     static constexpr int kMoments = 1;
-    static constexpr bool kHasUnit = false;
+    static constexpr int kRelative = 0;
     float beta1, one_minus_beta1, beta2, one_minus_beta2, lr, decay;
 
     explicit Lion(const Scalars& s)

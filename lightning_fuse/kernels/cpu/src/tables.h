@@ -6,11 +6,11 @@
 
 namespace lightning_fuse {
 
-constexpr int64_t kAbi = 4;
+constexpr int64_t kAbi = 5;
 constexpr int kMaxMoments = 3;
 
 enum class Rule : int64_t { kAdamW, kAdamWAmsgrad, kAdam, kAdamAmsgrad, kSGD, kSGDMomentum, kSGDNesterov, kLion,
-                           kLARS, kLARSNesterov, kLAMB };
+                           kLARS, kLARSNesterov, kLAMB, kAdEMAMix };
 enum class Codec : int64_t { kFloat32, kBFloat16Signed, kBFloat16Unsigned, kInt8Signed, kInt8Unsigned };
 enum class Master : int64_t { kNone, kCopy, kSplit, kSplit8 };
 enum class Dtype : int64_t { kFloat32, kBFloat16, kFloat16 };
@@ -60,11 +60,11 @@ struct Piece {
 
 // A parameter group, float64 as the user gave them. What a rule does not have is 0.
 struct Group {
-    double lr, weight_decay, beta1, beta2, eps, momentum, dampening, maximize, trust_coefficient;
+    double lr, weight_decay, beta1, beta2, eps, momentum, dampening, maximize, trust_coefficient, beta3, alpha, t_alpha, t_beta3;
 };
 
 // Scalars of one update, each rounded to float32 once; what they are called is the rule's affair.
-constexpr int kTrust = 9;  // where the trust ratio of a layer-wise rule is put once its norms are known
+constexpr int kTrust = 12;  // where the trust ratio of a layer-wise rule is put once its norms are known
 
 struct Scalars {
     float factor;  // of the gradient, its sign included
