@@ -36,14 +36,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils._pytree import tree_map
 
 from lightning_fuse.callbacks.epoch_metrics import EpochMetricsRestorer, capture_epoch_metrics
-from lightning_fuse.callbacks.loader_place import (
+from lightning_fuse.callbacks.loader_state import (
     is_resumable_loader,
     loader_shape,
     loader_states,
     restore_loaders,
     training_loaders,
 )
-from lightning_fuse.callbacks.loop_position import BETWEEN, Place, place_of, prepare_loops, settle_loops
+from lightning_fuse.callbacks.loop_position import BETWEEN, LoopPosition, position_of, prepare_loops, settle_loops
 from lightning_fuse.callbacks.random_state import capture_random_state, restore_random_state
 from lightning_fuse.callbacks.resume_settings import Numbers, hyperparameters, override_keys, settle
 from lightning_fuse.optim import FusedOptimizer, LoadOptions
@@ -87,7 +87,7 @@ class ExactResume(Callback):
             )
         self.mode = mode
         self.load = dict(load) if isinstance(load, Mapping) else load
-        self._resume: tuple[dict[str, Any], Place] | None = None
+        self._resume: tuple[dict[str, Any], LoopPosition] | None = None
         self._configured: list[list[Numbers]] | None = None  # hyperparameters before a checkpoint is loaded
         self._metrics: EpochMetricsRestorer | None = None
         self._finished: dict[str, Any] | None = None  # the state at the end of the last fit
@@ -167,7 +167,7 @@ class ExactResume(Callback):
             return
         _check_version(state["format"])
         fit_loop = checkpoint["loops"]["fit_loop"]
-        place = place_of(fit_loop)
+        place = position_of(fit_loop)
         prepare_loops(fit_loop, place)
         self._resume = (state, place)
         fit_loop["state_dict"].pop("combined_loader", None)  # handed to the loaders here, at the right moment
@@ -215,7 +215,7 @@ class ExactResume(Callback):
             return
         state, place = self._resume
         self._resume = None
-        if place is Place.INSIDE_BATCH:
+        if place is LoopPosition.INSIDE_BATCH:
             self._warn("the checkpoint was saved inside a batch, when an exception struck; that batch is left out")
         # Lightning has none of these after a resume, and a plateau scheduler may ask before the next validation.
         metrics = {name: torch.tensor(value) for name, value in state["metrics"].items()}

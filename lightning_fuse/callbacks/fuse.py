@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, P
 from lightning_fuse.callbacks.step_monitor import StepMonitor, described, show_on_bar
 from lightning_fuse.optim import FusedOptimizer
 from lightning_fuse.optim.selection import StateSpec
-from lightning_fuse.plugins import AUTO, FusePrecision, Wish, loss_scale_for
+from lightning_fuse.plugins import AUTO, FusePrecision, OptimizerSpec, loss_scale_for
 from lightning_fuse.step import OnNonfinite, StepContract, StepOutcome, WindowPolicy
 
 WRAPPED = (Precision, MixedPrecision, HalfPrecision)
@@ -58,7 +58,7 @@ class Fuse(Callback):
         init_loss_scale: float | None = None,
         growth_interval: int | None = None,
     ) -> None:
-        self.wish = Wish(optimizer, state, master, kernel)
+        self.spec = OptimizerSpec(optimizer, state, master, kernel)
         self._policy: dict[str, Any] = {
             "on_nonfinite": on_nonfinite,
             "window": window,
@@ -85,7 +85,7 @@ class Fuse(Callback):
             return
         stock = trainer.precision_plugin
         if isinstance(stock, FusePrecision):
-            if stock.wish is not self.wish:
+            if stock.spec is not self.spec:
                 raise ValueError("the step contract is installed twice: use Fuse or the FusePrecision plugin, once")
             return
         if type(stock) not in WRAPPED:
@@ -98,7 +98,7 @@ class Fuse(Callback):
                 "leave min_loss_scale, init_loss_scale and growth_interval out"
             )
         contract = StepContract(loss_scale=loss_scale, **self._policy)
-        trainer.strategy.precision_plugin = FusePrecision(stock, contract, self.wish)
+        trainer.strategy.precision_plugin = FusePrecision(stock, contract, self.spec)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Says once what runs."""

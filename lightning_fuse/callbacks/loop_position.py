@@ -27,7 +27,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 
-class Place(enum.Enum):
+class LoopPosition(enum.Enum):
     """A place in the training loop at which a checkpoint can be saved."""
 
     START = "before the first batch"
@@ -41,10 +41,10 @@ class Place(enum.Enum):
 
 
 # Places after which a new epoch begins, with a new iterator of the loader.
-BETWEEN = (Place.EPOCH_START, Place.EPOCH_END, Place.BETWEEN_EPOCHS)
+BETWEEN = (LoopPosition.EPOCH_START, LoopPosition.EPOCH_END, LoopPosition.BETWEEN_EPOCHS)
 
 
-def place_of(fit_loop: Mapping[str, Any]) -> Place:
+def position_of(fit_loop: Mapping[str, Any]) -> LoopPosition:
     """The place that a saved state of the fit loop belongs to.
 
     Args:
@@ -56,47 +56,47 @@ def place_of(fit_loop: Mapping[str, Any]) -> Place:
     batch = fit_loop["epoch_loop.batch_progress"]
     current = batch["current"]
     if current["ready"] == 0:
-        return Place.START
+        return LoopPosition.START
     epoch = fit_loop["epoch_progress"]["current"]
     if epoch["started"] < epoch["ready"]:
-        return Place.EPOCH_START
+        return LoopPosition.EPOCH_START
     if epoch["processed"] >= epoch["ready"]:
         if not batch["is_last_batch"]:
-            return Place.CUT
-        return Place.EPOCH_END if epoch["completed"] < epoch["processed"] else Place.BETWEEN_EPOCHS
+            return LoopPosition.CUT
+        return LoopPosition.EPOCH_END if epoch["completed"] < epoch["processed"] else LoopPosition.BETWEEN_EPOCHS
     if current["processed"] < current["ready"]:
-        return Place.INSIDE_BATCH
-    return Place.BATCH_END if current["completed"] < current["processed"] else Place.VALIDATION_END
+        return LoopPosition.INSIDE_BATCH
+    return LoopPosition.BATCH_END if current["completed"] < current["processed"] else LoopPosition.VALIDATION_END
 
 
-def prepare_loops(fit_loop: dict[str, Any], place: Place) -> None:
+def prepare_loops(fit_loop: dict[str, Any], place: LoopPosition) -> None:
     """Mends a saved state of the fit loop before Lightning reads it.
 
     Args:
         fit_loop: ``checkpoint["loops"]["fit_loop"]``; changed in place.
-        place: What ``place_of`` said of it.
+        place: What ``position_of`` said of it.
     """
-    if place is Place.CUT:
+    if place is LoopPosition.CUT:
         # The epoch has not ended: the rest of it is still to be trained.
         for tracker in fit_loop["epoch_progress"].values():
             tracker["processed"] = tracker["completed"] = tracker["ready"] - 1
-    elif place is Place.EPOCH_START:
+    elif place is LoopPosition.EPOCH_START:
         # The epoch begins again, hooks included.
         for tracker in fit_loop["epoch_progress"].values():
             tracker["ready"] = tracker["started"]
-    elif place is Place.INSIDE_BATCH:
+    elif place is LoopPosition.INSIDE_BATCH:
         # The loader has handed out this batch and goes on with the next one; so do the loops.
         batch = fit_loop["epoch_loop.batch_progress"]
         for tracker in (batch["total"], batch["current"]):
             tracker["started"] = tracker["processed"] = tracker["completed"] = tracker["ready"]
 
 
-def settle_loops(trainer: pl.Trainer, place: Place) -> None:
+def settle_loops(trainer: pl.Trainer, place: LoopPosition) -> None:
     """Puts the loops where the checkpoint was saved; called in ``on_train_start``, after Lightning's own attempt.
 
     Args:
         trainer: Its fit loop has been restored, reset and not yet advanced.
-        place: What ``place_of`` said of the checkpoint.
+        place: What ``position_of`` said of the checkpoint.
     """
     fit_loop: Any = trainer.fit_loop
     if not hasattr(fit_loop, "_restart_stage"):
@@ -104,15 +104,15 @@ def settle_loops(trainer: pl.Trainer, place: Place) -> None:
     if place in BETWEEN:
         _begin_next_epoch(fit_loop, place)
         return
-    if place is Place.START:
+    if place is LoopPosition.START:
         # The epoch loop would look for a validation to leave out.
         _nothing_to_restart(fit_loop.epoch_loop)
-    elif place is Place.BATCH_END:
+    elif place is LoopPosition.BATCH_END:
         _finish_batch(fit_loop)
-    elif place is Place.VALIDATION_END:
+    elif place is LoopPosition.VALIDATION_END:
         # The loop, asked whether it is time to validate, then leaves out the validation that was done.
         _answer_validation(fit_loop.epoch_loop, True, times=2)
-    elif place is Place.CUT:
+    elif place is LoopPosition.CUT:
         # Its last batch has been followed by everything that follows a batch.
         _answer_validation(fit_loop.epoch_loop, False, times=1)
     # Only the loop itself, not those inside: it looks at this flag when its epoch ends, and would leave out the
@@ -120,10 +120,10 @@ def settle_loops(trainer: pl.Trainer, place: Place) -> None:
     fit_loop._restarting = False
 
 
-def _begin_next_epoch(fit_loop: Any, place: Place) -> None:
+def _begin_next_epoch(fit_loop: Any, place: LoopPosition) -> None:
     epoch_loop = fit_loop.epoch_loop
     trackers = (fit_loop.epoch_progress.total, fit_loop.epoch_progress.current)
-    if place is Place.EPOCH_END:
+    if place is LoopPosition.EPOCH_END:
         # What comes between the hook at an epoch's end and counting the epoch as completed.
         for tracker in trackers:
             tracker.completed = tracker.ready - 1

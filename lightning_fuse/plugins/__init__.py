@@ -1,7 +1,16 @@
 """Lightning's precision seam: the plugin that runs the step contract, and taking over optimizers and schedulers."""
 
-from lightning_fuse.plugins.adoption import AUTO, FUSED, Wish
+from lightning_fuse.plugins.optimizer_conversion import AUTO, FUSED, OptimizerSpec
 from lightning_fuse.plugins.precision import FusePrecision, contract_of
 from lightning_fuse.plugins.stock import PRECISIONS, loss_scale_for, stock_precision
 
-__all__ = ["AUTO", "FUSED", "PRECISIONS", "FusePrecision", "Wish", "contract_of", "loss_scale_for", "stock_precision"]
+__all__ = [
+    "AUTO",
+    "FUSED",
+    "PRECISIONS",
+    "FusePrecision",
+    "OptimizerSpec",
+    "contract_of",
+    "loss_scale_for",
+    "stock_precision",
+]

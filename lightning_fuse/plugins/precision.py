@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import LBFGS, Optimizer
 
-from lightning_fuse.plugins.adoption import Adopter, Wish, keep_nonfinite
 from lightning_fuse.plugins.averaging import follow_applied_updates
 from lightning_fuse.plugins.hooks import ContractHooks
+from lightning_fuse.plugins.optimizer_conversion import OptimizerConverter, OptimizerSpec, keep_nonfinite
 from lightning_fuse.plugins.ranks import GradientAverage, average_by_step
 from lightning_fuse.plugins.scaler import ScalerView
 from lightning_fuse.plugins.schedulers import follow_updates, rebind
@@ -48,7 +48,7 @@ class FusePrecision(WrappedPrecision):
     Args:
         precision: "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", or a stock plugin to wrap.
         contract: The contract to run; by default one with a loss scale where the precision needs it.
-        wish: What the module's optimizers should be; by default they are kept.
+        spec: What the module's optimizers should be; by default they are kept.
         device: Device type of autocast, where ``precision`` is a word.
 
     Raises:
@@ -59,13 +59,13 @@ class FusePrecision(WrappedPrecision):
         self,
         precision: str | Precision = "32-true",
         contract: StepContract | None = None,
-        wish: Wish | None = None,
+        spec: OptimizerSpec | None = None,
         device: str = "cpu",
     ) -> None:
         self.inner = precision if isinstance(precision, Precision) else stock_precision(precision, device)
         self.contract = contract or StepContract(loss_scale=loss_scale_for(self.inner))
-        self.wish = wish or Wish(optimizer=None)
-        self._adopter = Adopter(self.wish)
+        self.spec = spec or OptimizerSpec(optimizer=None)
+        self._converter = OptimizerConverter(self.spec)
         self._module: LightningModule | None = None
         self._windows: LoopWindows | None = None
         self._ranks: GradientAverage | None = None
@@ -107,18 +107,18 @@ class FusePrecision(WrappedPrecision):
                     "LBFGS evaluates the model several times in one step, which the step contract does not do; "
                     "train without Fuse, or with another optimizer"
                 )
-        adopted = self._adopter.adopt(optimizers, names)
-        for old, new in zip(optimizers, adopted, strict=True):
+        converted = self._converter.convert(optimizers, names)
+        for old, new in zip(optimizers, converted, strict=True):
             if new is not old:
                 rebind(lr_schedulers, old, new)
         if self.contract.policy.on_nonfinite == "step":
-            keep_nonfinite(adopted)
+            keep_nonfinite(converted)
         self.contract.abandon()
         self.contract.names = names
         self._join_loop()
-        self._optimizers = adopted
+        self._optimizers = converted
         follow_updates(lr_schedulers, self.contract)
-        return model, adopted, lr_schedulers
+        return model, converted, lr_schedulers
 
     def start_training(self) -> None:
         """Checks the run against its windows and restores the gradients of a resumed open one; called by ``hooks.py``.

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_fuse.plugins import FusePrecision, Wish, contract_of, loss_scale_for
+from lightning_fuse.plugins import FusePrecision, OptimizerSpec, contract_of, loss_scale_for
 from lightning_fuse.step import NonFiniteGradientError, StepContract
 from tests.cases import BAD, NONE, Four, adamw, batches, half, quiet_trainer, train
 from tests.cases.manual import Manual
@@ -17,7 +17,7 @@ MIXED = (BAD, 1, 1, NONE, 1, BAD, BAD, 1, 1, BAD)
 def installed(deferred, **settings):
     plugin = half(1024.0, growth_interval=2)
     contract = StepContract(loss_scale=loss_scale_for(plugin), deferred=deferred, **settings)
-    return FusePrecision(plugin, contract, Wish())
+    return FusePrecision(plugin, contract, OptimizerSpec())
 
 
 def scheduled():

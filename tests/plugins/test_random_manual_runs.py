@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_fuse import Fuse
-from lightning_fuse.plugins import FusePrecision, Wish, contract_of, loss_scale_for
+from lightning_fuse.plugins import FusePrecision, OptimizerSpec, contract_of, loss_scale_for
 from lightning_fuse.step import StepContract
 from tests.cases import BAD, half, train
 
@@ -160,7 +160,7 @@ def check(seeds: range) -> None:
         callbacks: list[Any] = []
         if run.install == "deferred":
             scale = None if run.scale is None else loss_scale_for(precision)
-            precision = FusePrecision(precision, StepContract(loss_scale=scale, deferred=True), Wish())
+            precision = FusePrecision(precision, StepContract(loss_scale=scale, deferred=True), OptimizerSpec())
         else:
             callbacks.append(Fuse("auto" if run.install == "fuse" else None))
         if run.looks:

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_fuse import Fuse
-from lightning_fuse.plugins import FusePrecision, Wish, loss_scale_for
+from lightning_fuse.plugins import FusePrecision, OptimizerSpec, loss_scale_for
 from lightning_fuse.step import StepContract
 from tests.cases import BAD, NONE, UNUSED, Four, batches, half, sgd, train
 
@@ -109,7 +109,7 @@ def trained(run: Run) -> tuple[float, list[tuple[Any, ...]], int]:
     if run.install == "plugin":
         scale = None if run.scale is None else loss_scale_for(plugin())
         precision = FusePrecision(
-            precision, StepContract(loss_scale=scale, window=run.policy, deferred=run.deferred), Wish()
+            precision, StepContract(loss_scale=scale, window=run.policy, deferred=run.deferred), OptimizerSpec()
         )
     else:
         callbacks.append(Fuse("auto" if run.install == "fuse" else None, window=run.policy))

@@ -59,7 +59,7 @@ HOOKS = [
 
 
 @dataclass(frozen=True)
-class Wish:
+class OptimizerSpec:
     """What the user wants the optimizers to be.
 
     Attributes:
@@ -93,19 +93,19 @@ class Wish:
         return {key: value for key, value in settings.items() if value is not None}
 
 
-class Adopter:
+class OptimizerConverter:
     """Takes over the optimizers of one trainer, whatever number of fits it runs.
 
     Args:
-        wish: What the optimizers should be.
+        spec: What the optimizers should be.
     """
 
-    def __init__(self, wish: Wish) -> None:
-        self.wish = wish
+    def __init__(self, spec: OptimizerSpec) -> None:
+        self.spec = spec
         # A module may build its optimizer once and return it at every fit: it stays the same one, with its state.
         self._made: WeakKeyDictionary[Optimizer, Optimizer] = WeakKeyDictionary()
 
-    def adopt(self, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]) -> list[Optimizer]:
+    def convert(self, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]) -> list[Optimizer]:
         """The optimizers that take the places of those that a module configured.
 
         Args:
@@ -116,26 +116,26 @@ class Adopter:
             One for each, in order.
 
         Raises:
-            ValueError: The wish cannot be had, or has no effect on any of them.
+            ValueError: The spec cannot be had, or has no effect on any of them.
         """
         result = []
         for old in optimizers:
-            wish = self.wish if len(optimizers) == 1 else _narrowed(self.wish, old, optimizers, names)
-            if self.wish.optimizer is None or isinstance(old, _MockOptimizer):
+            spec = self.spec if len(optimizers) == 1 else _narrowed(self.spec, old, optimizers, names)
+            if self.spec.optimizer is None or isinstance(old, _MockOptimizer):
                 # The mock stands for "no optimizer": configure_optimizers returned None.
                 keep_execution(old)
                 result.append(old)
             elif isinstance(old, FusedOptimizer):
-                _check_same(old, wish)
+                _check_same(old, spec)
                 result.append(old)
             else:
                 if old not in self._made:
-                    self._made[old] = adopt(old, wish, names)
+                    self._made[old] = convert_optimizer(old, spec, names)
                 result.append(self._made[old])
         return result
 
 
-def adopt(old: Optimizer, wish: Wish, names: Mapping[Tensor, str]) -> Optimizer:
+def convert_optimizer(old: Optimizer, spec: OptimizerSpec, names: Mapping[Tensor, str]) -> Optimizer:
     """The optimizer that takes the place of one that a module configured.
 
     Its groups are the same dict objects, changed in place, so whoever still holds the old optimizer or its groups (a
@@ -143,23 +143,23 @@ def adopt(old: Optimizer, wish: Wish, names: Mapping[Tensor, str]) -> Optimizer:
 
     Args:
         old: The configured optimizer.
-        wish: What it should be.
+        spec: What it should be.
         names: Names of the module's parameters.
 
     Returns:
         The new optimizer, with the old one's state; the old one keeps its groups and nothing else.
 
     Raises:
-        ValueError: The wish cannot be had for this optimizer, which is unchanged then.
+        ValueError: The spec cannot be had for this optimizer, which is unchanged then.
     """
-    cls = FUSED[_word(old, wish)]
+    cls = FUSED[_word(old, spec)]
     defaults = {key: value for key, value in old.defaults.items() if key in _arguments(cls)}
     state = old.state_dict() if old.state else None
     before = [dict(group) for group in old.param_groups]
     try:
         for index, group in enumerate(old.param_groups):
             _prepare(group, index, names)
-        made = cls(old.param_groups, **defaults, **wish.choices())
+        made = cls(old.param_groups, **defaults, **spec.choices())
         if state is not None:
             made.load_state_dict(state, options=LoadOptions(nonfinite="keep"))  # it is the run's own, not a file's
     except Exception:
@@ -209,9 +209,9 @@ def keep_nonfinite(optimizers: Sequence[Optimizer]) -> None:
             optimizer.load_options = replace(optimizer.load_options, nonfinite="keep")
 
 
-def _word(old: Optimizer, wish: Wish) -> str:
-    if wish.optimizer != AUTO:
-        return str(wish.optimizer)
+def _word(old: Optimizer, spec: OptimizerSpec) -> str:
+    if spec.optimizer != AUTO:
+        return str(spec.optimizer)
     if type(old) is Adam and any(group.get("decoupled_weight_decay") for group in old.param_groups):
         return "adamw_fused"
     if type(old) not in SAME_RULE:
@@ -232,9 +232,11 @@ def _prepare(group: dict[str, Any], index: int, names: Mapping[Tensor, str]) -> 
     group["params"] = named
 
 
-def _narrowed(wish: Wish, old: Optimizer, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]) -> Wish:
-    """What of a wish concerns one of several optimizers; a choice need not have an effect on each of them."""
-    state, master = wish.state, wish.master
+def _narrowed(
+    spec: OptimizerSpec, old: Optimizer, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]
+) -> OptimizerSpec:
+    """What of a spec concerns one of several optimizers; a choice need not have an effect on each of them."""
+    state, master = spec.state, spec.master
     if state is not None and not isinstance(state, str):
         everywhere = [names.get(p, "") for other in optimizers for p in _params(other)]
         check_patterns([entry[0] for entry in state if not isinstance(entry, str)], everywhere)
@@ -244,7 +246,7 @@ def _narrowed(wish: Wish, old: Optimizer, optimizers: Sequence[Optimizer], names
         state = None
     if any(_is_narrow(other) for other in optimizers) and not _is_narrow(old):
         master = None
-    return replace(wish, state=state, master=master)
+    return replace(spec, state=state, master=master)
 
 
 def _params(optimizer: Optimizer) -> list[Tensor]:
@@ -271,16 +273,16 @@ def _arguments(cls: type[FusedOptimizer]) -> set[str]:
     return {"lr", "weight_decay", "maximize"} | own.get(cls, {"betas", "eps", "amsgrad"})
 
 
-def _check_same(old: FusedOptimizer, wish: Wish) -> None:
-    """Refuses a wish that contradicts one of our optimizers that the module built itself."""
+def _check_same(old: FusedOptimizer, spec: OptimizerSpec) -> None:
+    """Refuses a spec that contradicts one of our optimizers that the module built itself."""
     found = {"state": old._selection.spec, "master": old.master, "kernel": old._kernel_word}
-    for key, wanted in wish.choices().items():
+    for key, wanted in spec.choices().items():
         if wanted != found[key]:
             raise ValueError(
                 f"{key}={wanted!r}, but the module configures {type(old).__name__}({key}={found[key]!r}): "
                 "say it in one place only"
             )
-    if wish.optimizer != AUTO and FUSED[str(wish.optimizer)] is not type(old):
+    if spec.optimizer != AUTO and FUSED[str(spec.optimizer)] is not type(old):
         raise ValueError(
-            f"optimizer={wish.optimizer!r}, but the module configures {type(old).__name__}: say it in one place only"
+            f"optimizer={spec.optimizer!r}, but the module configures {type(old).__name__}: say it in one place only"
         )

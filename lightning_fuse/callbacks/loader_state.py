@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.types import _Stateful
 
-from lightning_fuse.callbacks.loop_position import BETWEEN, Place
+from lightning_fuse.callbacks.loop_position import BETWEEN, LoopPosition
 from lightning_fuse.callbacks.random_state import kept_random_state
 
 
@@ -30,7 +30,7 @@ def loader_states(trainer: pl.Trainer) -> list[Any]:
         return [loader.state_dict() if isinstance(loader, _Stateful) else None for loader in training_loaders(trainer)]
 
 
-def restore_loaders(trainer: pl.Trainer, states: list[Any], fetched: list[Any], place: Place) -> None:
+def restore_loaders(trainer: pl.Trainer, states: list[Any], fetched: list[Any], place: LoopPosition) -> None:
     """Positions the training loaders; what is drawn meanwhile is for the caller to undo.
 
     Args:

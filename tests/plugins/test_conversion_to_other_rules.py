@@ -12,7 +12,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from lightning_fuse import FusedLAMB, FusedLARS, FusedLion
 from lightning_fuse.optim import FusedOptimizer
-from lightning_fuse.plugins.adoption import FUSED, Wish, adopt
+from lightning_fuse.plugins.optimizer_conversion import FUSED, OptimizerSpec, convert_optimizer
 
 OTHERS = {"lion_fused": FusedLion, "lars_fused": FusedLARS, "lamb_fused": FusedLAMB}
 
@@ -30,7 +30,7 @@ def take_over(make: Callable[..., Optimizer], word: str, steps: int = 0, **setti
         for p in params.values():
             p.grad = torch.ones_like(p)
         old.step()
-    made = adopt(old, Wish(word), {p: name for name, p in params.items()})
+    made = convert_optimizer(old, OptimizerSpec(word), {p: name for name, p in params.items()})
     assert isinstance(made, OTHERS[word])
     for p in params.values():
         p.grad = torch.ones_like(p)
