@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from lightning_fuse.callbacks.exact_resume import MODES
 from lightning_fuse.callbacks.resume_settings import Difference
-from lightning_fuse.config import Refusal, resolved
+from lightning_fuse.config import ConfigError, resolved
 from lightning_fuse.optim import FusedOptimizer, LoadOptions, state_io
 from lightning_fuse.plugins.atomic_checkpoint import read_checkpoint
 from lightning_fuse.records import Checkpoint, RunFolder, find_checkpoint
@@ -105,8 +105,8 @@ def find_start(cfg: DictConfig, overrides: list[str], compose: Composer) -> Star
         Where the run begins, with the configuration of the run that it resumes plus what was given now.
 
     Raises:
-        Refusal: There is no complete checkpoint there, it is not one of Lightning's, the run in that folder is another
-            one than the one asked for, or it is finished.
+        ConfigError: There is no complete checkpoint there, it is not one of Lightning's, the run in that folder is
+            another one than the one asked for, or it is finished.
     """
     _check_restore(cfg)
     if cfg.resume is None:
@@ -117,13 +117,13 @@ def find_start(cfg: DictConfig, overrides: list[str], compose: Composer) -> Star
     try:
         found = find_checkpoint(given)
     except (FileNotFoundError, ValueError) as error:
-        raise Refusal(f"resume: {error}") from error
+        raise ConfigError(f"resume: {error}") from error
     weights_only = cfg.restore.mode == WEIGHTS_ONLY
     in_place = found.path != given and not weights_only
     folder = given if found.path != given else found.run_folder
     if folder is None or not (folder / OVERRIDES).is_file():
         if in_place:
-            raise Refusal(f"resume={given}: it lacks {OVERRIDES}; give a run folder or a checkpoint")
+            raise ConfigError(f"resume={given}: it lacks {OVERRIDES}; give a run folder or a checkpoint")
         return _alone(cfg, overrides, found, weights_only)
     words = _joined([str(word) for word in OmegaConf.load(folder / OVERRIDES)], overrides)
     here = [f"resume='{given}'", *(word for word in overrides if _is_about_resume(word) and "restore" in word)]
@@ -145,7 +145,7 @@ def _given(cfg: DictConfig) -> tuple[Path | None, bool]:
         return folder.path, False
     broken = folder.checkpoint_files()
     if broken:
-        raise Refusal(
+        raise ConfigError(
             f"resume=auto: {folder.path} holds damaged checkpoints only ({', '.join(path.name for path in broken)}); "
             "put a complete one there, or name another run_folder"
         )
@@ -161,20 +161,20 @@ def _check_restore(cfg: DictConfig) -> None:
     """Refuses settings of ``restore`` that are unknown or would have no effect."""
     restore = cfg.restore
     if restore.mode not in MODES:
-        raise Refusal(unknown_name("restore.mode", restore.mode, MODES))
+        raise ConfigError(unknown_name("restore.mode", restore.mode, MODES))
     LoadOptions(formats=restore.formats)
     asked = [key for key, default in (("mode", FULL), ("formats", "refuse")) if restore[key] != default]
     asked += ["override"] if restore.override else []
     if asked and cfg.resume is None:
-        raise Refusal(f"restore.{asked[0]} has no effect without resume; give resume=PATH or leave it out")
+        raise ConfigError(f"restore.{asked[0]} has no effect without resume; give resume=PATH or leave it out")
     if asked and cfg.callbacks.get("exact_resume") is None:
-        raise Refusal(f"restore.{asked[0]} is done by callbacks.exact_resume, which is null; use callbacks=default")
+        raise ConfigError(f"restore.{asked[0]} is done by callbacks.exact_resume, which is null; use callbacks=default")
     if restore.mode == WEIGHTS_ONLY and len(asked) > 1:
-        raise Refusal(f"restore.{asked[1]} has no effect with restore.mode=weights_only; leave it out")
+        raise ConfigError(f"restore.{asked[1]} has no effect with restore.mode=weights_only; leave it out")
     known = [f"optimizer.{key}" for key in cfg.optimizer if key not in FIXED_KEYS]
     for key in restore.override:
         if key not in known:
-            raise Refusal(unknown_name("setting in restore.override", key, known))
+            raise ConfigError(unknown_name("setting in restore.override", key, known))
 
 
 def check_checkpoint(start: Start, module: torch.nn.Module, optimizer: Optimizer, data_hash: str | None = None) -> None:
@@ -187,7 +187,7 @@ def check_checkpoint(start: Start, module: torch.nn.Module, optimizer: Optimizer
         data_hash: That of the data; a run that goes on in its folder must have had the same.
 
     Raises:
-        Refusal: The file is damaged, is no checkpoint of Lightning's, is at the end of the run, or is of another
+        ConfigError: The file is damaged, is no checkpoint of Lightning's, is at the end of the run, or is of another
             recipe, model or data.
         ValueError: It is of another optimizer; from the optimizer.
     """
@@ -195,17 +195,17 @@ def check_checkpoint(start: Start, module: torch.nn.Module, optimizer: Optimizer
     if path is None:
         return
     if 0 <= end <= steps and not start.weights_only:
-        raise Refusal(
+        raise ConfigError(
             f"resume={start.cfg.resume}: the run is finished, step {steps} of {end}; use trainer.max_steps={2 * steps} "
             "to go on"
         )
     try:
         contents = read_checkpoint(path)
     except (OSError, ValueError) as error:
-        raise Refusal(f"resume: {error}") from error
+        raise ConfigError(f"resume: {error}") from error
     missing = [key for key in CHECKPOINT_KEYS[: 1 if start.weights_only else None] if key not in contents]
     if missing:
-        raise Refusal(f"{path} is not a Lightning checkpoint, it lacks {', '.join(missing)}; give one of a run")
+        raise ConfigError(f"{path} is not a Lightning checkpoint, it lacks {', '.join(missing)}; give one of a run")
     _check_recipe(path, contents, start.cfg)
     _check_data(path, contents, start, data_hash)
     _check_model(path, contents["state_dict"], module.state_dict())
@@ -250,7 +250,7 @@ def _check_model(path: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]
     names = [name for name in sorted({*shapes[0], *shapes[1]}) if shapes[0].get(name) != shapes[1].get(name)]
     if names:
         given, needed = (side.get(names[0], "nothing") for side in shapes)
-        raise Refusal(
+        raise ConfigError(
             f"{path} is of another model: {len(names)} weights differ, first {names[0]}, {given} there and {needed} "
             "here; leave model as the checkpoint's run had it"
         )
@@ -260,7 +260,9 @@ def _check_recipe(path: Path, contents: Mapping[str, Any], cfg: DictConfig) -> N
     config = contents.get("lightning_fuse", {}).get("config") or {}
     recipe = config.get("recipe", {}).get("name") if isinstance(config, dict) else None
     if recipe not in (None, cfg.recipe.name):
-        raise Refusal(f"{path} is of recipe={recipe}, this run is one of recipe={cfg.recipe.name}; use recipe={recipe}")
+        raise ConfigError(
+            f"{path} is of recipe={recipe}, this run is one of recipe={cfg.recipe.name}; use recipe={recipe}"
+        )
 
 
 def _check_data(path: Path, contents: Mapping[str, Any], start: Start, now: str | None) -> None:
@@ -269,7 +271,7 @@ def _check_data(path: Path, contents: Mapping[str, Any], start: Start, now: str 
     if None in (saved, now) or saved == now:
         return
     if start.in_place:
-        raise Refusal(
+        raise ConfigError(
             f"resume={start.cfg.resume}: this run was trained on other data ({saved}, now {now}); put them back, or "
             f"start a new run from it with resume={path}"
         )
@@ -284,7 +286,7 @@ def _check_same(folder: Path, cfg: DictConfig, in_place: bool, weights_only: boo
     """
     path = folder / CONFIG
     if not path.is_file():
-        raise Refusal(f"resume={folder}: it lacks {CONFIG}; give another run folder or checkpoint")
+        raise ConfigError(f"resume={folder}: it lacks {CONFIG}; give another run folder or checkpoint")
     old = OmegaConf.load(path)
     assert isinstance(old, DictConfig)
     changed = differences(old, cfg)
@@ -302,7 +304,7 @@ def _check_same(folder: Path, cfg: DictConfig, in_place: bool, weights_only: boo
         if all(_in_checkpoint(key) for key, _, _ in refused):
             advice += f", or let it win with restore.override=[{','.join(key for key, _, _ in refused)}]"
         reason = "this run was started with" if in_place else "the checkpoint's own values win, and they are"
-        raise Refusal(f"resume={cfg.resume}: {reason} {listed}; leave that as it was{advice}")
+        raise ConfigError(f"resume={cfg.resume}: {reason} {listed}; leave that as it was{advice}")
     return [
         Difference(key, was, now, "configuration")
         for key, was, now in differences(old, cfg, free=UNTOLD)
@@ -314,7 +316,7 @@ def _check_override(cfg: DictConfig, changed: list[str]) -> None:
     """Refuses to override what is the same on both sides."""
     for key in cfg.restore.override:
         if not _is_under_any(key, changed):
-            raise Refusal(
+            raise ConfigError(
                 f"restore.override=[{key}] has no effect: it is {OmegaConf.select(cfg, key)} in the checkpoint's run, "
                 f"too; give {key}=VALUE, or leave it out"
             )

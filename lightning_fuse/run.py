@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from lightning_fuse.callbacks import RunRecorder
 from lightning_fuse.callbacks.run_columns import RunColumns
-from lightning_fuse.config import Refusal, check, columns, optimizer_factory, resolved
+from lightning_fuse.config import ConfigError, check, columns, optimizer_factory, resolved
 from lightning_fuse.optim import FusedOptimizer
 from lightning_fuse.plugins import stock_precision
 from lightning_fuse.plugins.atomic_checkpoint import AtomicCheckpointIO, CheckpointWriteError
@@ -62,7 +62,7 @@ class Run:
         data: Its data.
 
     Raises:
-        Refusal: The configuration cannot run; see ``config.check`` and ``resume.find_start``.
+        ConfigError: The configuration cannot run; see ``config.check`` and ``resume.find_start``.
         ValueError: A setting is refused by what it is for.
         FileNotFoundError: A file that the configuration names is not there.
     """
@@ -81,7 +81,7 @@ class Run:
         schedule = instantiate(self.cfg.schedule)
         self.module: L.LightningModule = recipe(instantiate(self.cfg.model), factory, schedule)
         data_hash = getattr(self.data, "data_hash", None)
-        rehearsed = _rehearse(self.module, self.cfg)
+        rehearsed = _dry_build(self.module, self.cfg)
         check_checkpoint(self.start, self.module, rehearsed, data_hash)
         # Our optimizers say what steps them; Fuse says it where a Trainer's own messages are not silenced.
         self._what = [f"lightning_fuse: {rehearsed.describe()}"] if isinstance(rehearsed, FusedOptimizer) else []
@@ -118,12 +118,12 @@ def train(cfg: DictConfig, overrides: list[str] | None = None) -> dict[str, floa
         The last value of every logged metric.
 
     Raises:
-        Refusal: The configuration cannot run; nothing has been written then.
+        ConfigError: The configuration cannot run; nothing has been written then.
     """
     return Run(cfg, _typed() if overrides is None else overrides).fit()
 
 
-def command(
+def main(
     cfg: DictConfig, before: Callable[[dict[str, Any], L.LightningModule], None] | None = None
 ) -> dict[str, float] | None:
     """``train`` for the command line: what the user can mend is one line without a traceback.
@@ -144,7 +144,7 @@ def command(
     """
     try:
         if _in_multirun() and cfg.strategy != "auto":
-            raise Refusal(
+            raise ConfigError(
                 f"strategy={cfg.strategy} starts this command again on every device, which a multirun (-m) "
                 "cannot be; use strategy=auto, or one command per run"
             )
@@ -206,7 +206,7 @@ def _on_cpu(accelerator: str) -> bool:
     return not (torch.cuda.is_available() or torch.backends.mps.is_available())
 
 
-def _rehearse(module: Any, cfg: DictConfig) -> Optimizer:
+def _dry_build(module: Any, cfg: DictConfig) -> Optimizer:
     """Builds optimizer and schedule once over parameters as they will be, so that they refuse before the run."""
     dtype = PARAMETER_DTYPES.get(str(cfg.precision), torch.float32)
     groups = module.optimizer_groups()
@@ -229,12 +229,14 @@ def _check_folder(start: Start) -> None:
     """Refuses to write a new run over an old one, or beside another process."""
     folder = RunFolder(start.cfg.run_folder)
     if start.in_place and not getattr(rank_zero_only, "rank", 0) and is_locked(folder.path):
-        raise Refusal(
+        raise ConfigError(
             f"resume={start.cfg.resume}: another process is training in that folder now; wait for its end, or start a "
             f"new run with resume={folder.checkpoints}/last.ckpt"
         )
     if folder.manifest.exists() and not start.in_place and not start.restart:
-        raise Refusal(f"run folder {folder.path} holds a run already; use resume={folder.path} or another run_folder")
+        raise ConfigError(
+            f"run folder {folder.path} holds a run already; use resume={folder.path} or another run_folder"
+        )
 
 
 def _compose(overrides: list[str]) -> DictConfig:

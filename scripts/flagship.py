@@ -202,12 +202,12 @@ def _valid(optimizer: str, state: str) -> bool:
     """Asks the configuration's own check, so that the table of pairs is written down in one place only."""
     from hydra import compose, initialize_config_dir
 
-    from lightning_fuse.config import Refusal, check
+    from lightning_fuse.config import ConfigError, check
 
     with redirect_stderr(sys.stdout), initialize_config_dir(str(ROOT / "lightning_fuse" / "conf"), version_base="1.3"):
         try:
             check(compose("config", [f"optimizer={optimizer}", f"state={state}", "run_folder=nowhere"]))
-        except Refusal:
+        except ConfigError:
             return False
     return True
 

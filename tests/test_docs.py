@@ -22,7 +22,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
-from lightning_fuse.config import Refusal, check
+from lightning_fuse.config import ConfigError, check
 from lightning_fuse.formats import STATE_FORMATS
 from lightning_fuse.rules import RULES
 from tests.composing import SMALL
@@ -148,7 +148,7 @@ def test_a_command_of_train_py_composes(command: Command, folder: Path) -> None:
     for run in _runs(words) if many else [words]:
         try:
             check(_composed(run))
-        except Refusal:
+        except ConfigError:
             assert many or "state=int8" in run, f"{command} is refused"
 
 

@@ -28,7 +28,7 @@ FLOORS = (
     ("records",),
     ("plugins", "callbacks"),
     ("recipes",),
-    ("config", "resume", "run"),
+    ("combinations", "config_values", "config", "resume", "run"),
     ("reports",),
     ("cli",),
 )
@@ -48,7 +48,7 @@ OUTSIDE = {
     "records": set(),
     "plugins": {"torch", "lightning"},
     "callbacks": {"torch", "lightning", "matplotlib", "numpy", "rich", "torchdata", "torchmetrics"},
-    "recipes": {"torch", "lightning", "sklearn", "torchdata", "torchmetrics"},
+    "recipes": {"torch", "lightning", "pydantic", "sklearn", "torchdata", "torchmetrics"},
     "reports": {"matplotlib", "numpy", "rich", "wandb"},
 }
 ONLY_IN = {"triton": "kernels/gpu", "ctypes": "kernels/cpu"}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_fuse.config import Refusal
+from lightning_fuse.config import ConfigError
 from lightning_fuse.records import FolderLock, is_locked
 from lightning_fuse.resume import check_checkpoint, find_start
 from lightning_fuse.run import Run, train
@@ -46,7 +46,7 @@ def test_what_a_resume_cannot_restore_is_refused(
 
 
 def test_restore_without_resume_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Refusal, match=r"restore\.override has no effect without resume"):
+    with pytest.raises(ConfigError, match=r"restore\.override has no effect without resume"):
         Run(composed(*SMALL, "restore.override=[optimizer.lr]", run_folder=tmp_path / "run"), [])
 
 
@@ -122,7 +122,7 @@ def test_auto_starts_goes_on_and_starts_again(tmp_path: Path) -> None:
     assert [row["global_step"] for row in rows(folder)] == [1, 2]
     for path in (folder / "checkpoints").iterdir():
         path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(Refusal, match="holds damaged checkpoints only"):
+    with pytest.raises(ConfigError, match="holds damaged checkpoints only"):
         begin()
 
 
@@ -130,7 +130,7 @@ def test_two_processes_do_not_train_in_one_folder(finished: Path, tmp_path: Path
     lock = FolderLock(finished)
     assert lock.take()
     begun = resumed(finished, tmp_path, f"resume='{finished}'", "trainer.max_steps=4")
-    with pytest.raises(Refusal, match="another process is training in that folder now; wait for its end"):
+    with pytest.raises(ConfigError, match="another process is training in that folder now; wait for its end"):
         go_on(begun, (f"resume='{finished}'", "trainer.max_steps=4"), finished)
     lock.release()
     assert not is_locked(finished)
@@ -139,10 +139,14 @@ def test_two_processes_do_not_train_in_one_folder(finished: Path, tmp_path: Path
 def test_other_data_or_another_recipe_is_refused(finished: Path, tmp_path: Path) -> None:
     begun = resumed(finished, tmp_path, f"resume='{finished}'", "trainer.max_steps=4")
     module = torch.nn.Linear(1, 1)
-    with pytest.raises(Refusal, match=r"this run was trained on other data \(sha256:.*, now sha256:other\); put them"):
+    with pytest.raises(
+        ConfigError, match=r"this run was trained on other data \(sha256:.*, now sha256:other\); put them"
+    ):
         check_checkpoint(begun, module, None, "sha256:other")
     begun.cfg.recipe.name = "digits"
-    with pytest.raises(Refusal, match=r"is of recipe=byte_lm, this run is one of recipe=digits; use recipe=byte_lm"):
+    with pytest.raises(
+        ConfigError, match=r"is of recipe=byte_lm, this run is one of recipe=digits; use recipe=byte_lm"
+    ):
         check_checkpoint(begun, module, None)
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_fuse.config import Refusal
+from lightning_fuse.config import ConfigError
 from lightning_fuse.resume import differences, find_start
 from lightning_fuse.run import Run, train
 from tests.composing import ROOT, SMALL, composed
@@ -26,7 +26,7 @@ from tests.resuming import checkpoint, compose_here, equal, resumed, rows
 LONGER = (
     *("model.layers=1", "model.heads=2", "model.width=32", "model.context=32", "model.dropout=0.1"),
     *("data.batch_size=64", "recipe.max_steps=260", "recipe.val_every=40", "callbacks.last.every=30"),
-    *("recipe.module.sample_bytes=0", "+trainer.limit_val_batches=2", "logger=none"),
+    *("recipe.module.sample_bytes=0", "++trainer.limit_val_batches=2", "logger=none"),
 )
 RESULT = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "FusePrecision")
 
@@ -146,7 +146,7 @@ def test_a_file_begins_a_new_run_with_the_words_of_the_old(finished: Path, tmp_p
     ],
 )
 def test_in_place_nothing_that_computes_may_change(finished: Path, tmp_path: Path, word: str, message: str) -> None:
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(ConfigError) as caught:
         resumed(finished, tmp_path, f"resume='{finished}'", "trainer.max_steps=4", word)
     assert message in str(caught.value)
     assert "resume=" in str(caught.value)
@@ -161,7 +161,7 @@ def test_in_place_the_execution_may_change(finished: Path, tmp_path: Path, word:
 
 def test_a_new_run_cannot_change_what_the_checkpoint_decides(finished: Path, tmp_path: Path) -> None:
     words = (f"resume='{finished}/checkpoints/last.ckpt'", "trainer.max_steps=4")
-    with pytest.raises(Refusal, match=r"optimizer\.lr=0\.002"):
+    with pytest.raises(ConfigError, match=r"optimizer\.lr=0\.002"):
         resumed(finished, tmp_path, *words, "optimizer.lr=1")
 
 
@@ -209,13 +209,13 @@ def test_a_damaged_or_foreign_file_is_refused(finished: Path, tmp_path: Path, sp
     alone.write_bytes((finished / "checkpoints" / "last.ckpt").read_bytes())
     spoil(alone)
     cfg = composed(*SMALL, f"resume='{alone}'", "trainer.max_steps=4", run_folder=tmp_path / "new")
-    with pytest.raises(Refusal, match=r"alone\.ckpt"):
+    with pytest.raises(ConfigError, match=r"alone\.ckpt"):
         Run(cfg, [])
     assert not (tmp_path / "new").exists()
 
 
 def test_a_folder_without_checkpoints_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Refusal, match="no complete checkpoint"):
+    with pytest.raises(ConfigError, match="no complete checkpoint"):
         find_start(composed(f"resume='{tmp_path}'"), [], compose_here(tmp_path))
 
 

@@ -18,7 +18,7 @@ from hydra.utils import get_class
 from jsonschema import Draft7Validator
 from omegaconf import DictConfig
 
-from lightning_fuse.config import Refusal, check
+from lightning_fuse.config import ConfigError, check
 from tests.composing import CONF, ROOT, composed
 
 SWEEPS = sorted(path.stem for path in (CONF / "sweep").glob("*.yaml"))
@@ -165,7 +165,7 @@ def test_every_run_of_a_sweep_trains_or_is_refused() -> None:
         cfg = composed(*run)
         try:
             check(cfg)
-        except Refusal:
+        except ConfigError:
             refused.add((cfg.optimizer.name, cfg.state.format))
     stock = {(name, state) for name in ("adamw_loop", "adamw_foreach", "adamw_torch") for state in ("bf16", "int8")}
     assert refused == stock | {("adamw_bnb", "bf16")}
@@ -200,7 +200,7 @@ def test_the_command_of_a_sweep_is_one_of_ours(name: str) -> None:
 
 
 def test_a_sweep_file_is_no_choice_of_train_py() -> None:
-    with pytest.raises(Refusal, match="use multirun=NAME here"):
+    with pytest.raises(ConfigError, match="use multirun=NAME here"):
         check(composed("+sweep=digits_lr"))
 
 
@@ -211,9 +211,9 @@ def test_a_refused_run_of_a_wandb_agent_ends_well(
 
     monkeypatch.setattr(run, "_in_multirun", lambda: False)
     with pytest.raises(SystemExit):
-        run._give_up(Refusal("no"), code=2)
+        run._give_up(ConfigError("no"), code=2)
     monkeypatch.setenv("WANDB_SWEEP_ID", "abc")
-    run._give_up(Refusal("no"), code=2)
+    run._give_up(ConfigError("no"), code=2)
     with pytest.raises(SystemExit):  # a training that failed is a failure there, too
         run._give_up(ValueError("no"), code=1)
     assert capsys.readouterr().err.count("refused: no") == 2

@@ -41,13 +41,13 @@ def _job(cfg: DictConfig) -> dict[str, float] | None:
     """Hands a composed configuration on; returns the run's last metrics, or None where it was refused."""
     sys.argv[:] = getattr(_job, "argv", sys.argv)  # Lightning starts further processes with the words as typed
     # Imported late, so that --help and a misspelt word answer at once.
-    from lightning_fuse.run import command
+    from lightning_fuse.run import main
 
     if not cfg.ledger:
-        return command(cfg)
+        return main(cfg)
     from lightning_fuse.reports.ledger_table import show_run
 
-    return command(cfg, before=show_run)
+    return main(cfg, before=show_run)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,12 @@ from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Annotated, Any, cast
 
 import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_only
+from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
@@ -25,6 +26,7 @@ from torchmetrics import MeanMetric
 from lightning_fuse.recipes.dataloaders import train_loader, validation_loader
 from lightning_fuse.recipes.gpt import GPT
 from lightning_fuse.recipes.metrics import BitsPerByte, TokensPerSecond
+from lightning_fuse.recipes.ranges import Count, Share, Size, Workers
 from lightning_fuse.recipes.recipe import Recipe, ScheduleFactory
 
 SHIPPED = "pydoc_data.topics"
@@ -43,7 +45,12 @@ class ByteLM(Recipe):
     model: GPT
 
     def __init__(
-        self, model: GPT, optimizer: partial[Optimizer], schedule: ScheduleFactory, *, sample_bytes: int = 300
+        self,
+        model: GPT,
+        optimizer: partial[Optimizer],
+        schedule: ScheduleFactory,
+        *,
+        sample_bytes: Annotated[int, Field(ge=0, le=10**6)] = 300,
     ) -> None:
         super().__init__(model, optimizer, schedule)
         self.sample_bytes = sample_bytes
@@ -86,7 +93,7 @@ class ByteLM(Recipe):
         now = perf_counter()
         self.throughput.update(self.count_tokens(batch), now - self._last_end)
         self._last_end = now
-        if (batch_idx + 1) % self.trainer.log_every_n_steps == 0:
+        if (batch_idx + 1) % cast(Any, self.trainer).log_every_n_steps == 0:
             self.log("train/tokens_per_s", self.throughput.compute(), prog_bar=True)
             self.throughput.reset()
 
@@ -100,7 +107,7 @@ class ByteLM(Recipe):
         self.model.eval()
         newline = torch.tensor([ord("\n")], device=self.device)
         drawn = self.model.generate(newline, self.sample_bytes).tolist()
-        print(f"\nA sample of {self.sample_bytes} bytes:\n{bytes(drawn).decode(errors='replace').strip()}\n")
+        print(f"\nA sample of {self.sample_bytes} bytes:\n{printable(bytes(drawn)).strip()}\n")
 
     def _loss(self, batch: Tensor) -> Tensor:
         windows = batch.long()
@@ -128,7 +135,13 @@ class ByteData(L.LightningDataModule):
     """
 
     def __init__(
-        self, *, context: int, batch_size: int, path: str | None = None, validation: float = 0.1, num_workers: int = 0
+        self,
+        *,
+        context: Size,
+        batch_size: Count,
+        path: Annotated[str, Field(min_length=1)] | None = None,
+        validation: Share = 0.1,
+        num_workers: Workers = 0,
     ) -> None:
         super().__init__()
         if not 0 < validation < 1:
@@ -189,6 +202,19 @@ class Windows(Dataset[Tensor]):
     def __getitem__(self, index: int) -> Tensor:
         start = index * self.context
         return self.text[start : start + self.context + 1]  # [context + 1]
+
+
+def printable(text: bytes) -> str:
+    r"""Text as a terminal may show it: what is no printable character of UTF-8 is escaped, as ``\x1b``; lines stay.
+
+    Args:
+        text: Any bytes.
+
+    Returns:
+        Printable characters, line ends and tabs.
+    """
+    decoded = text.decode(errors="backslashreplace")
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode("ascii") for c in decoded)
 
 
 def _read(path: Path) -> bytes:

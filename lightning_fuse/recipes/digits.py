@@ -16,6 +16,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fuse.recipes.dataloaders import train_loader, validation_loader
+from lightning_fuse.recipes.ranges import Count, Probability, Share, Size, Workers
 from lightning_fuse.recipes.recipe import Recipe, ScheduleFactory
 
 CLASSES = 10
@@ -35,7 +36,7 @@ class CNN(nn.Sequential):
         ValueError: ``width`` is not a multiple of 8.
     """
 
-    def __init__(self, *, width: int, dropout: float = 0.0) -> None:
+    def __init__(self, *, width: Size, dropout: Probability = 0.0) -> None:
         if width < 8 or width % 8:
             raise ValueError(f"model.width={width}; the CNN needs a multiple of 8")
         super().__init__(
@@ -64,7 +65,7 @@ class MLP(nn.Sequential):
         ValueError: ``width`` or ``layers`` is below 1.
     """
 
-    def __init__(self, *, width: int, layers: int, dropout: float = 0.0) -> None:
+    def __init__(self, *, width: Size, layers: Size, dropout: Probability = 0.0) -> None:
         if width < 1 or layers < 1:
             raise ValueError(f"model.width={width} model.layers={layers}; the MLP needs at least 1 of each")
         hidden = [module for i in range(layers) for module in (nn.Linear(width if i else PIXELS, width), nn.ReLU())]
@@ -121,7 +122,7 @@ class DigitsData(L.LightningDataModule):
         ValueError: ``validation`` leaves one of the two parts empty, or a size is below its least value.
     """
 
-    def __init__(self, *, batch_size: int, validation: float = 0.2, num_workers: int = 0) -> None:
+    def __init__(self, *, batch_size: Count, validation: Share = 0.2, num_workers: Workers = 0) -> None:
         super().__init__()
         if not 0 < validation < 1:
             raise ValueError(f"data.validation={validation}; give the share of the images for validation, in (0, 1)")

@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_fuse.optim import param_groups
 from lightning_fuse.recipes.metrics import EnergyDistance
+from lightning_fuse.recipes.ranges import Count, Probability, Size
 from lightning_fuse.recipes.recipe import Recipe, ScheduleFactory
 from lightning_fuse.step import StepOutcome
 
@@ -41,7 +42,7 @@ class GAN(nn.Module):
         ValueError: A size is below 1.
     """
 
-    def __init__(self, *, latent: int, width: int, dropout: float = 0.0) -> None:
+    def __init__(self, *, latent: Size, width: Size, dropout: Probability = 0.0) -> None:
         super().__init__()
         if latent < 1 or width < 1:
             raise ValueError(f"model.latent={latent} model.width={width}; the GAN needs at least 1 of each")
@@ -89,7 +90,7 @@ class DigitsGAN(Recipe):
         optimizer: partial[Optimizer],
         schedule: ScheduleFactory,
         *,
-        micro_batches: int = 1,
+        micro_batches: Count = 1,
         clip: float | None = None,
     ) -> None:
         super().__init__(model, optimizer, schedule)

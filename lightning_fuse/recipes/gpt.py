@@ -6,10 +6,13 @@ The shapes in trailing comments use B = batch, T = positions, C = width, V = voc
 from __future__ import annotations
 
 from math import sqrt
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from lightning_fuse.recipes.ranges import Probability, Size
 
 
 class GPT(nn.Module):
@@ -28,7 +31,14 @@ class GPT(nn.Module):
     """
 
     def __init__(
-        self, *, vocabulary: int = 256, context: int, layers: int, heads: int, width: int, dropout: float = 0.0
+        self,
+        *,
+        vocabulary: Size = 256,
+        context: Size,
+        layers: Size,
+        heads: Size,
+        width: Size,
+        dropout: Probability = 0.0,
     ) -> None:
         super().__init__()
         sizes = {"vocabulary": vocabulary, "context": context, "layers": layers, "heads": heads, "width": width}
@@ -40,15 +50,15 @@ class GPT(nn.Module):
         self.context = context
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
+        blocks = [Block(width, heads, dropout) for _ in range(layers)]
+        self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.tokens.weight
         self.apply(_initialise)
-        for block in self.blocks:
-            # Each block adds two terms to the residual stream; this keeps its variance the same at any depth.
-            for last in (block.attention.out, block.mlp[-1]):
-                nn.init.normal_(last.weight, std=0.02 / sqrt(2 * layers))
+        # Each block adds two terms to the residual stream; this keeps its variance the same at any depth.
+        for last in [weight for block in blocks for weight in (block.attention.out.weight, block.mlp[-1].weight)]:
+            nn.init.normal_(cast(Tensor, last), std=0.02 / sqrt(2 * layers))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits of the next token.

@@ -43,7 +43,7 @@ class Recipe(L.LightningModule):
         """The groups of each optimizer, for who wants to count them before they are built; one here."""
         return [self.optimizer_groups()]
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> Any:
         """Lightning's hook: the optimizer and the schedule that drives it."""
         optimizer = self.optimizer_factory(self.optimizer_groups())
         total = int(self.trainer.estimated_stepping_batches)

@@ -13,8 +13,10 @@ from typing import Any, Literal
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
+from lightning_fuse.recipes.ranges import Count, Factor, Natural, Probability, Share
 
-def constant(optimizer: Optimizer, total: int, *, warmup: float = 0.0) -> dict[str, Any]:
+
+def constant(optimizer: Optimizer, total: int, *, warmup: Probability = 0.0) -> dict[str, Any]:
     """The full lr after a linear warm-up.
 
     Args:
@@ -31,7 +33,9 @@ def constant(optimizer: Optimizer, total: int, *, warmup: float = 0.0) -> dict[s
     return _by_update(optimizer, _with_warmup(total, warmup, lambda done: 1.0))
 
 
-def warmup_cosine(optimizer: Optimizer, total: int, *, warmup: float = 0.05, final: float = 0.1) -> dict[str, Any]:
+def warmup_cosine(
+    optimizer: Optimizer, total: int, *, warmup: Probability = 0.05, final: Factor = 0.1
+) -> dict[str, Any]:
     """Linear warm-up, then half a cosine down to ``final`` times the full lr.
 
     Args:
@@ -52,7 +56,9 @@ def warmup_cosine(optimizer: Optimizer, total: int, *, warmup: float = 0.05, fin
     )
 
 
-def warmup_linear(optimizer: Optimizer, total: int, *, warmup: float = 0.05, final: float = 0.0) -> dict[str, Any]:
+def warmup_linear(
+    optimizer: Optimizer, total: int, *, warmup: Probability = 0.05, final: Factor = 0.0
+) -> dict[str, Any]:
     """Linear warm-up, then a straight line down to ``final`` times the full lr.
 
     Args:
@@ -76,10 +82,10 @@ def plateau(
     total: int,
     *,
     monitor: str,
-    every: int,
+    every: Count,
     mode: Literal["min", "max"] = "min",
-    factor: float = 0.5,
-    patience: int = 1,
+    factor: Share = 0.5,
+    patience: Natural = 1,
 ) -> dict[str, Any]:
     """Full lr, multiplied by ``factor`` whenever ``patience`` validations in a row brought nothing better.
 

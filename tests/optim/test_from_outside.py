@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from lightning_fuse.config import Refusal, choice_of
+from lightning_fuse.config import ConfigError, run_options
 from lightning_fuse.formats import STATE_FORMATS, StateFormat
 from lightning_fuse.optim import FusedOptimizer
 from lightning_fuse.rules import RULES
@@ -94,8 +94,8 @@ def test_a_registered_format_is_a_word(signum: type[FusedOptimizer]) -> None:
 
 def test_the_command_line_takes_optimizers_derived_from_ours(signum: type[FusedOptimizer]) -> None:
     target = "optimizer._target_=my_signum.FusedSignum"
-    assert choice_of(composed(target, "state=int8")).family == "fused"
-    with pytest.raises(Refusal, match="what collections keeps as state is not known here"):
-        choice_of(composed("optimizer._target_=collections.OrderedDict"))
-    with pytest.raises(Refusal, match="name a class that can be imported"):
-        choice_of(composed("optimizer._target_=nowhere.Optimizer"))
+    assert run_options(composed(target, "state=int8")).family == "fused"
+    with pytest.raises(ConfigError, match="what collections keeps as state is not known here"):
+        run_options(composed("optimizer._target_=collections.OrderedDict"))
+    with pytest.raises(ConfigError, match="name a class that can be imported"):
+        run_options(composed("optimizer._target_=nowhere.Optimizer"))

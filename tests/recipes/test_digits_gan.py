@@ -125,7 +125,7 @@ def test_energy_distance_against_its_definition() -> None:
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(["recipe.module.micro_batches=0"], "at least 1"), (["recipe.module.clip=0"], "above 0"), (["model=cnn"], "gan")],
+    [(["recipe.module.micro_batches=0"], "from 1"), (["recipe.module.clip=0"], "above 0"), (["model=cnn"], "gan")],
 )
 def test_settings_that_cannot_be(words: list[str], said: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=said):

@@ -13,7 +13,8 @@ import pytest
 import torch
 from hydra.utils import instantiate
 
-from lightning_fuse.config import choice_of, obstacle, optimizer_factory, resolved
+from lightning_fuse.combinations import find_conflict
+from lightning_fuse.config import optimizer_factory, resolved, run_options
 from lightning_fuse.formats import MASTERS, STATE_FORMATS
 from lightning_fuse.reports.ledger import counted, ledger_of
 from lightning_fuse.reports.ledger_table import (
@@ -57,7 +58,7 @@ def test_state_of_every_recipe_is_predicted_to_the_byte(recipe: str) -> None:
     cfg = composed(f"recipe={recipe}")
     for words in choices():
         cfg.state.format, cfg.master, cfg.precision = words
-        assert obstacle(choice_of(cfg)) is None
+        assert find_conflict(run_options(cfg)) is None
         model = instantiate(cfg.model)
         module = instantiate(cfg.recipe.module, _partial_=True)(
             model, optimizer_factory(cfg), instantiate(cfg.schedule)

@@ -27,7 +27,7 @@ WORDS = (
     *("data.batch_size=4", "recipe.max_steps=260", "recipe.val_every=20", "callbacks.last.every=2", "state=int8"),
     *(
         "recipe.module.sample_bytes=0",
-        "+trainer.limit_val_batches=1",
+        "++trainer.limit_val_batches=1",
         "logger=none",
         "trainer.accumulate_grad_batches=2",
     ),
