@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from lightning.pytorch.core.optimizer import _MockOptimizer
@@ -29,6 +29,8 @@ from lightning_fuse.optim.fused import parameter_names
 from lightning_fuse.optim.groups import check_patterns
 from lightning_fuse.optim.selection import Selection, StateSpec
 from lightning_fuse.optim.settings import EXECUTION_KEYS
+from lightning_fuse.plugins.optimizer_loan import Loan, Step, loan_of, take_torch_keys
+from lightning_fuse.plugins.schedulers import holders, mark_step
 from lightning_fuse.registry import unknown_name
 
 FUSED: dict[str, type[FusedOptimizer]] = {
@@ -42,20 +44,6 @@ FUSED: dict[str, type[FusedOptimizer]] = {
 }
 SAME_RULE: dict[type[Optimizer], str] = {AdamW: "adamw_fused", Adam: "adam_fused", SGD: "sgd_fused"}
 AUTO = "auto"
-# Keys of torch's groups that our optimizers do not keep; "decoupled_weight_decay" has decided the class by then.
-LEFT_BEHIND = {*EXECUTION_KEYS, "decoupled_weight_decay", "params", "param_names"}
-
-HOOKS = [
-    f"_optimizer_{kind}_hooks"
-    for kind in (
-        "step_pre",
-        "step_post",
-        "state_dict_pre",
-        "state_dict_post",
-        "load_state_dict_pre",
-        "load_state_dict_post",
-    )
-]
 
 
 @dataclass(frozen=True)
@@ -94,7 +82,7 @@ class OptimizerSpec:
 
 
 class OptimizerConverter:
-    """Takes over the optimizers of one trainer, whatever number of fits it runs.
+    """Converts the optimizers of one trainer, fit after fit, and gives them back.
 
     Args:
         spec: What the optimizers should be.
@@ -102,15 +90,22 @@ class OptimizerConverter:
 
     def __init__(self, spec: OptimizerSpec) -> None:
         self.spec = spec
-        # A module may build its optimizer once and return it at every fit: it stays the same one, with its state.
-        self._made: WeakKeyDictionary[Optimizer, Optimizer] = WeakKeyDictionary()
+        self._undo: list[Callable[[], None]] = []
 
-    def convert(self, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]) -> list[Optimizer]:
-        """The optimizers that take the places of those that a module configured.
+    def convert(
+        self,
+        optimizers: Sequence[Optimizer],
+        names: Mapping[Tensor, str],
+        configs: Sequence[Any] = (),
+        step: Step | None = None,
+    ) -> list[Optimizer]:
+        """The optimizers that step the parameters of those that a module configured.
 
         Args:
-            optimizers: The configured ones.
+            optimizers: The configured ones. A torch optimizer is on loan until ``give_back``.
             names: Names of the module's parameters.
+            configs: Lightning's configurations of schedulers, which drive ours from now on.
+            step: What a call of ``step`` of an optimizer on loan runs, given ours and the closure.
 
         Returns:
             One for each, in order.
@@ -118,28 +113,56 @@ class OptimizerConverter:
         Raises:
             ValueError: The spec cannot be had, or has no effect on any of them.
         """
-        result = []
+        result: list[Optimizer] = []
         for old in optimizers:
             spec = self.spec if len(optimizers) == 1 else _narrowed(self.spec, old, optimizers, names)
             if self.spec.optimizer is None or isinstance(old, _MockOptimizer):
                 # The mock stands for "no optimizer": configure_optimizers returned None.
-                keep_execution(old)
+                self._undo += keep_execution(old)
                 result.append(old)
             elif isinstance(old, FusedOptimizer):
                 _check_same(old, spec)
+                self._name_later_groups(old, names)
                 result.append(old)
             else:
-                if old not in self._made:
-                    self._made[old] = convert_optimizer(old, spec, names)
-                result.append(self._made[old])
+                loan = convert_optimizer(old, spec, names)
+                self._undo.append(loan.end)
+                loan.begin(holders(configs, old), step)
+                if loan.bound:
+                    mark_step(loan.fused)
+                result.append(loan.fused)
         return result
 
+    def give_back(self) -> None:
+        """Ends what ``convert`` began: every optimizer of the user's is what it was, with the state of now."""
+        undo, self._undo = self._undo, []
+        for one in reversed(undo):
+            one()
 
-def convert_optimizer(old: Optimizer, spec: OptimizerSpec, names: Mapping[Tensor, str]) -> Optimizer:
-    """The optimizer that takes the place of one that a module configured.
+    def keep_nonfinite(self, optimizers: Sequence[Optimizer]) -> None:
+        """Lets NaN and infinite moments be loaded: a run that steps on such gradients has them, and goes on with them.
 
-    Its groups are the same dict objects, changed in place, so whoever still holds the old optimizer or its groups (a
-    scheduler of an unknown kind, the module) goes on driving the new one.
+        Args:
+            optimizers: Those of the run.
+        """
+        for optimizer in optimizers:
+            if isinstance(optimizer, FusedOptimizer):
+                before = optimizer.load_options
+                optimizer.load_options = replace(before, nonfinite="keep")
+                self._undo.append(partial(setattr, optimizer, "load_options", before))
+
+    def _name_later_groups(self, optimizer: FusedOptimizer, names: Mapping[Tensor, str]) -> None:
+        """Lets groups that are added in training be named as the module names them, where those of now have names."""
+        if all("param_names" in group for group in optimizer.param_groups):
+            self._undo.append(partial(setattr, optimizer, "known_names", optimizer.known_names))
+            optimizer.known_names = names
+
+
+def convert_optimizer(old: Optimizer, spec: OptimizerSpec, names: Mapping[Tensor, str]) -> Loan:
+    """Makes our optimizer over the groups of a user's.
+
+    Its groups are the same dict objects, changed in place. An optimizer that was converted before in the same way, and
+    not stepped or loaded since, goes on with the state of then.
 
     Args:
         old: The configured optimizer.
@@ -147,18 +170,27 @@ def convert_optimizer(old: Optimizer, spec: OptimizerSpec, names: Mapping[Tensor
         names: Names of the module's parameters.
 
     Returns:
-        The new optimizer, with the old one's state; the old one keeps its groups and nothing else.
+        The loan, to be begun, with our optimizer and the old one's state in it.
 
     Raises:
         ValueError: The spec cannot be had for this optimizer, which is unchanged then.
     """
+    known = loan_of(old)
     cls = FUSED[_word(old, spec)]
+    if known is not None and type(known.fused) is cls and known.spec == spec and known.take_back(names):
+        known.fused.known_names = names
+        return known
+    if known is not None and known.active:
+        raise ValueError(
+            f"the optimizer is in use by another Trainer, as {known.fused.describe()}: "
+            "end that fit first, or give both Trainers the same settings"
+        )
     defaults = {key: value for key, value in old.defaults.items() if key in _arguments(cls)}
     state = old.state_dict() if old.state else None
     before = [dict(group) for group in old.param_groups]
+    named = all("param_names" in group for group in before)
     try:
-        for index, group in enumerate(old.param_groups):
-            _prepare(group, index, names)
+        taken = [_prepare(group, index, names) for index, group in enumerate(old.param_groups)]
         made = cls(old.param_groups, **defaults, **spec.choices())
         if state is not None:
             made.load_state_dict(state, options=LoadOptions(nonfinite="keep"))  # it is the run's own, not a file's
@@ -168,23 +200,23 @@ def convert_optimizer(old: Optimizer, spec: OptimizerSpec, names: Mapping[Tensor
             group.update(original)
         raise
     made.known_names = names
-    for kind in HOOKS:
-        getattr(made, kind).update(getattr(old, kind))
-    old.state.clear()
-    old.param_groups = made.param_groups
-    return made
+    made.param_groups = old.param_groups  # the same list, too
+    return Loan(old, made, spec, named, taken)
 
 
-def keep_execution(optimizer: Optimizer) -> None:
+def keep_execution(optimizer: Optimizer) -> list[Callable[[], None]]:
     """Lets an optimizer of torch's keep the way it is executed when a checkpoint is loaded.
 
     torch takes ``fused`` and ``foreach`` from the checkpoint, and so resumes on another path than was asked for.
 
     Args:
         optimizer: Any torch optimizer; one of ours does so by itself.
+
+    Returns:
+        What takes the change back.
     """
     if isinstance(optimizer, FusedOptimizer):
-        return
+        return []
     configured = [{key: group[key] for key in EXECUTION_KEYS if key in group} for group in optimizer.param_groups]
 
     def restore(loaded: Optimizer) -> None:
@@ -195,18 +227,7 @@ def keep_execution(optimizer: Optimizer) -> None:
                 if isinstance(loaded.state.get(p, {}).get("step"), Tensor):
                     loaded.state[p]["step"] = loaded.state[p]["step"].to(p.device, torch.float32)
 
-    optimizer.register_load_state_dict_post_hook(restore)
-
-
-def keep_nonfinite(optimizers: Sequence[Optimizer]) -> None:
-    """Lets NaN and infinite moments be loaded: a run that steps on such gradients has them, and goes on with them.
-
-    Args:
-        optimizers: Those of the run.
-    """
-    for optimizer in optimizers:
-        if isinstance(optimizer, FusedOptimizer):
-            optimizer.load_options = replace(optimizer.load_options, nonfinite="keep")
+    return [optimizer.register_load_state_dict_post_hook(restore).remove]
 
 
 def _word(old: Optimizer, spec: OptimizerSpec) -> str:
@@ -223,13 +244,13 @@ def _word(old: Optimizer, spec: OptimizerSpec) -> str:
     return SAME_RULE[type(old)]
 
 
-def _prepare(group: dict[str, Any], index: int, names: Mapping[Tensor, str]) -> None:
+def _prepare(group: dict[str, Any], index: int, names: Mapping[Tensor, str]) -> dict[str, Any]:
     """Makes a group ours, in place, with names: the module's, the group's own, or its place for a foreign parameter."""
     fallback = parameter_names(group, index)
     named = [(names.get(p, name), p) for name, p in zip(fallback, group["params"], strict=True)]
-    for key in LEFT_BEHIND:
-        group.pop(key, None)
+    group.pop("param_names", None)
     group["params"] = named
+    return take_torch_keys(group)
 
 
 def _narrowed(

@@ -23,10 +23,11 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_fuse.plugins.averaging import follow_applied_updates
 from lightning_fuse.plugins.hooks import ContractHooks
-from lightning_fuse.plugins.optimizer_conversion import OptimizerConverter, OptimizerSpec, keep_nonfinite
+from lightning_fuse.plugins.module_names import ModuleNames
+from lightning_fuse.plugins.optimizer_conversion import OptimizerConverter, OptimizerSpec
 from lightning_fuse.plugins.ranks import GradientAverage, average_by_step
 from lightning_fuse.plugins.scaler import ScalerView
-from lightning_fuse.plugins.schedulers import follow_updates, rebind
+from lightning_fuse.plugins.schedulers import follow_updates
 from lightning_fuse.plugins.stock import loss_scale_for, stock_precision
 from lightning_fuse.plugins.watching import UnscaledWatch
 from lightning_fuse.plugins.windows import LoopWindows
@@ -98,27 +99,34 @@ class FusePrecision(WrappedPrecision):
             ValueError: An optimizer cannot be taken over, or needs a closure that evaluates the model again.
         """
         self._module = _unwrapped(model)
-        names: dict[Tensor, str] = {
-            p: name.replace("_orig_mod.", "") for name, p in (self._module or model).named_parameters()
-        }
+        names = ModuleNames(self._module or model)
         for old in optimizers:
             if isinstance(old, LBFGS):
                 raise ValueError(
                     "LBFGS evaluates the model several times in one step, which the step contract does not do; "
                     "train without Fuse, or with another optimizer"
                 )
-        converted = self._converter.convert(optimizers, names)
-        for old, new in zip(optimizers, converted, strict=True):
-            if new is not old:
-                rebind(lr_schedulers, old, new)
+        converted = self._converter.convert(optimizers, names, lr_schedulers, self._step_of_owner)
         if self.contract.policy.on_nonfinite == "step":
-            keep_nonfinite(converted)
+            self._converter.keep_nonfinite(converted)
         self.contract.abandon()
         self.contract.names = names
         self._join_loop()
         self._optimizers = converted
         follow_updates(lr_schedulers, self.contract)
         return model, converted, lr_schedulers
+
+    def teardown(self) -> None:
+        """Gives the user's optimizers and schedulers back, with the state of now; called by Lightning after a fit."""
+        self._converter.give_back()
+        super().teardown()
+
+    def _step_of_owner(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
+        """What ``step`` of an optimizer that the module has kept runs: the contract, in manual optimization."""
+        module = self._module
+        if module is None or module.automatic_optimization or not module.trainer.training:
+            return optimizer.step(closure)
+        return self.optimizer_step(optimizer, module, closure or (lambda: None))
 
     def start_training(self) -> None:
         """Checks the run against its windows and restores the gradients of a resumed open one; called by ``hooks.py``.

@@ -64,23 +64,24 @@ def follow_updates(configs: Iterable[Any], contract: StepContract) -> None:
             config.frequency = UpdateFrequency(config.frequency, contract)
 
 
-def rebind(configs: Iterable[Any], old: Optimizer, new: Optimizer) -> None:
-    """Lets every scheduler of one optimizer, nested ones too, drive another.
+def holders(configs: Iterable[Any], optimizer: Optimizer) -> list[tuple[Any, str]]:
+    """Every scheduler that drives an optimizer, nested ones too.
 
     Args:
         configs: Lightning's ``LRSchedulerConfig`` objects.
-        old: The optimizer that was replaced.
-        new: The one that takes its place.
+        optimizer: The optimizer.
+
+    Returns:
+        Schedulers and the names of their attributes that hold it.
     """
-    bound = False
-    for config in configs:
-        for scheduler in _with_nested(config.scheduler, set()):
-            for name, value in list(vars(scheduler).items()):
-                if value is old:
-                    setattr(scheduler, name, new)
-                    bound = True
-    if bound:
-        _mark_step(new)
+    seen: set[int] = set()
+    return [
+        (scheduler, name)
+        for config in configs
+        for scheduler in _with_nested(config.scheduler, seen)
+        for name, value in vars(scheduler).items()
+        if value is optimizer
+    ]
 
 
 def _with_nested(scheduler: Any, seen: set[int]) -> Iterator[Any]:
@@ -95,7 +96,7 @@ def _with_nested(scheduler: Any, seen: set[int]) -> Iterator[Any]:
                 yield from _with_nested(entry, seen)
 
 
-def _mark_step(optimizer: Optimizer) -> None:
+def mark_step(optimizer: Optimizer) -> None:
     """Leaves the marks by which torch's schedulers see that ``optimizer.step`` came before their own."""
     original = type(optimizer).step
     owner = weakref.ref(optimizer)

@@ -78,7 +78,7 @@ class StepContract:
         self.last: StepOutcome | None = None
         self.latest: list[StepOutcome] = []
         self.last_step_ms: float | None = None
-        self.names: dict[Tensor, str] = {}
+        self.names: Mapping[Tensor, str] = {}
         self.counters = RunCounters()
         self.abandon()
 

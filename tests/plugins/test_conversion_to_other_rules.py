@@ -30,7 +30,7 @@ def take_over(make: Callable[..., Optimizer], word: str, steps: int = 0, **setti
         for p in params.values():
             p.grad = torch.ones_like(p)
         old.step()
-    made = convert_optimizer(old, OptimizerSpec(word), {p: name for name, p in params.items()})
+    made = convert_optimizer(old, OptimizerSpec(word), {p: name for name, p in params.items()}).fused
     assert isinstance(made, OTHERS[word])
     for p in params.values():
         p.grad = torch.ones_like(p)
