@@ -25,6 +25,7 @@ from lightning_fuse.formats.master import MasterFormat
 from lightning_fuse.kernels import Slot, StepKernel, StoredMoment, Work, check_kernel_name, choose_kernel
 from lightning_fuse.kernels.kernel import PARAM_DTYPES
 from lightning_fuse.optim import state_io
+from lightning_fuse.optim.group_names import name_added_group
 from lightning_fuse.optim.load_options import LoadOptions, LoadReport
 from lightning_fuse.optim.regions import Request, allocate
 from lightning_fuse.optim.selection import Selection, StateSpec
@@ -66,7 +67,8 @@ class FusedOptimizer(Optimizer):
         grad_factor: Set by the step contract around ``step``: what gradients are multiplied by.
         load_options: What ``load_state_dict`` may do where a checkpoint does not fit exactly; by default nothing.
         last_load: What the last load did; None before the first.
-        known_names: Names for groups that are added without any; set where a module's optimizer was taken over.
+        known_names: Names of a module's parameters, for groups that are added without any; set before the first group
+            is there, patterns may match any of them.
     """
 
     grad_factor: Tensor | None = None
@@ -86,7 +88,7 @@ class FusedOptimizer(Optimizer):
         super().__init__(cast(Any, params), defaults)
         if not self._members():
             raise ValueError("the optimizer got no parameters: every group is empty")
-        self._selection.check_effect(self._members(), self._keeps_moments())
+        self._selection.check_effect(self._members(), self._keeps_moments(), (self.known_names or {}).values())
 
     @abstractmethod
     def _rule(self, group: Mapping[str, Any]) -> UpdateRule:
@@ -146,11 +148,7 @@ class FusedOptimizer(Optimizer):
             ValueError: A hyperparameter cannot be used, a parameter or its memory is there twice, or a format is
                 unknown.
         """
-        known = self.known_names
-        if known is not None and "param_names" not in param_group and isinstance(param_group.get("params"), list):
-            bare = [p for p in param_group["params"] if isinstance(p, Tensor)]
-            if len(bare) == len(param_group["params"]) and all(p in known for p in bare):
-                param_group["params"] = [(known[p], p) for p in bare]
+        name_added_group(param_group, self.known_names, self.param_groups)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:

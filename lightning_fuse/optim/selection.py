@@ -5,7 +5,7 @@ The decision uses the global shape, never a shard's, so that it is the same on e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -81,12 +81,18 @@ class Selection:
         """The master weight format of a parameter: float32 parameters are their own master."""
         return MASTERS["none"] if dtype == torch.float32 else self.master
 
-    def check_effect(self, members: Sequence[tuple[Mapping[str, Any], str, Tensor]], keeps_moments: bool) -> None:
+    def check_effect(
+        self,
+        members: Sequence[tuple[Mapping[str, Any], str, Tensor]],
+        keeps_moments: bool,
+        later: Iterable[str] = (),
+    ) -> None:
         """Refuses choices that would be ignored.
 
         Args:
             members: (group, name, parameter) of every parameter.
             keeps_moments: Whether any group's rule keeps a moment.
+            later: Names of parameters that may be added.
 
         Raises:
             ValueError: A pattern matches nothing or has no names to match, a format has no state to keep, or no
@@ -95,7 +101,7 @@ class Selection:
         if self.patterns:
             if any("param_names" not in group for group, _, _ in members):
                 raise ValueError("state patterns need parameter names: pass model.named_parameters()")
-            check_patterns(self.patterns, [name for _, name, _ in members])
+            check_patterns(self.patterns, [*(name for _, name, _ in members), *later])
         if not keeps_moments and (self.patterns or self.default.name != "fp32"):
             raise ValueError(
                 f"state={self.default.name!r} has no effect: this optimizer keeps no moments; "

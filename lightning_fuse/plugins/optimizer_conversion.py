@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -191,7 +190,9 @@ def convert_optimizer(old: Optimizer, spec: OptimizerSpec, names: Mapping[Tensor
     named = all("param_names" in group for group in before)
     try:
         taken = [_prepare(group, index, names) for index, group in enumerate(old.param_groups)]
-        made = cls(old.param_groups, **defaults, **spec.choices())
+        made = cls.__new__(cls)
+        made.known_names = names  # before the groups are there: patterns may mean parameters that come later
+        cls.__init__(made, old.param_groups, **defaults, **spec.choices())
         if state is not None:
             made.load_state_dict(state, options=LoadOptions(nonfinite="keep"))  # it is the run's own, not a file's
     except Exception:
@@ -199,7 +200,6 @@ def convert_optimizer(old: Optimizer, spec: OptimizerSpec, names: Mapping[Tensor
             group.clear()
             group.update(original)
         raise
-    made.known_names = names
     made.param_groups = old.param_groups  # the same list, too
     return Loan(old, made, spec, named, taken)
 
@@ -259,10 +259,7 @@ def _narrowed(
     """What of a spec concerns one of several optimizers; a choice need not have an effect on each of them."""
     state, master = spec.state, spec.master
     if state is not None and not isinstance(state, str):
-        everywhere = [names.get(p, "") for other in optimizers for p in _params(other)]
-        check_patterns([entry[0] for entry in state if not isinstance(entry, str)], everywhere)
-        mine = [names.get(p, "") for p in _params(old)]
-        state = [entry for entry in state if isinstance(entry, str) or any(fnmatchcase(n, entry[0]) for n in mine)]
+        check_patterns([entry[0] for entry in state if not isinstance(entry, str)], list(names.values()))
     if any(_keeps_moments(other) for other in optimizers) and not _keeps_moments(old):
         state = None
     if any(_is_narrow(other) for other in optimizers) and not _is_narrow(old):
