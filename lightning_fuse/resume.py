@@ -31,6 +31,7 @@ from lightning_fuse.optim import FusedOptimizer, LoadOptions, state_io
 from lightning_fuse.plugins.atomic_checkpoint import read_checkpoint
 from lightning_fuse.records import Checkpoint, RunFolder, find_checkpoint
 from lightning_fuse.registry import unknown_name
+from lightning_fuse.run_place import hydra_quoted
 
 CONFIG_FOLDER = ".hydra"  # folder of a run's configuration, as Hydra names it
 CONFIG = f"{CONFIG_FOLDER}/config.yaml"
@@ -126,9 +127,10 @@ def find_start(cfg: DictConfig, overrides: list[str], compose: Composer) -> Star
             raise ConfigError(f"resume={given}: it lacks {OVERRIDES}; give a run folder or a checkpoint")
         return _alone(cfg, overrides, found, weights_only)
     words = _joined([str(word) for word in OmegaConf.load(folder / OVERRIDES)], overrides)
-    here = [f"resume='{given}'", *(word for word in overrides if _is_about_resume(word) and "restore" in word)]
+    here = [f"resume={hydra_quoted(str(given))}"]
+    here += [word for word in overrides if _is_about_resume(word) and "restore" in word]
     if in_place:
-        here.append(f"run_folder='{given.resolve()}'")
+        here.append(f"run_folder={hydra_quoted(str(given.resolve()))}")
     combined = [word for word in words if not _is_about_resume(word)]
     resumed = compose(combined + here)
     differing = _check_same(folder, resumed, in_place, weights_only)

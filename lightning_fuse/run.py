@@ -8,7 +8,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,26 +24,31 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torch.optim import Optimizer
 
 from lightning_fuse.callbacks import RunRecorder
 from lightning_fuse.callbacks.run_columns import RunColumns
 from lightning_fuse.config import ConfigError, check, columns, optimizer_factory, resolved
+from lightning_fuse.config_values import check_values
 from lightning_fuse.optim import FusedOptimizer
 from lightning_fuse.plugins import stock_precision
 from lightning_fuse.plugins.atomic_checkpoint import AtomicCheckpointIO, CheckpointWriteError
 from lightning_fuse.records import RunFolder, is_locked
-from lightning_fuse.resume import CONFIG_FOLDER, Start, check_checkpoint, find_start
+from lightning_fuse.resume import AUTO, CONFIG_FOLDER, Start, check_checkpoint, find_start
+from lightning_fuse.run_place import check_writable, forget_folder, resume_command, short_path
 
 PARAMETER_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}  # of the others: float32
 # What goes wrong because of what the user asked for, while a run is built.
 USER_ERRORS = (
     ValueError,
     TypeError,
-    NotImplementedError,
+    RuntimeError,  # torch: no memory for such a model
+    MemoryError,
     OSError,
     ImportError,
     HydraException,
+    OmegaConfBaseException,
     MisconfigurationException,
 )
 
@@ -68,9 +73,11 @@ class Run:
     """
 
     def __init__(self, cfg: DictConfig, overrides: list[str]) -> None:
+        check_values(cfg)
+        _check_auto(cfg)
         self.start = find_start(cfg, overrides, _compose)
         self.cfg = self.start.cfg
-        self.cfg.run_folder = _short(Path(self.cfg.run_folder))
+        self.cfg.run_folder = str(short_path(Path(self.cfg.run_folder)))
         check(self.cfg)
         _check_folder(self.start)
         _quieten()
@@ -142,6 +149,7 @@ def main(
         SystemExit: With 2 if the configuration was refused, 1 if training failed for a reason that has a message of
             this package, 130 or 143 if it was interrupted by Ctrl-C or a SIGTERM.
     """
+    hydras = Path(HydraConfig.get().runtime.output_dir)  # made already
     try:
         if _in_multirun() and cfg.strategy != "auto":
             raise ConfigError(
@@ -152,11 +160,11 @@ def main(
         if before is not None:
             rank_zero_only(before)(resolved(run.cfg), run.module)
     except USER_ERRORS as error:
-        _forget_folder(Path(HydraConfig.get().runtime.output_dir))
+        forget_folder(hydras)
         _give_up(error, code=2)
         return None
-    if run.start.in_place:
-        _forget_folder(Path(HydraConfig.get().runtime.output_dir))
+    if hydras.resolve() != Path(run.cfg.run_folder).resolve():
+        forget_folder(hydras)
     try:
         metrics = run.fit()
     except SystemExit as stopped:  # Lightning's answer to Ctrl-C, and a SIGTERM
@@ -219,12 +227,6 @@ def _dry_build(module: Any, cfg: DictConfig) -> Optimizer:
     return optimizer
 
 
-def _short(folder: Path) -> str:
-    """A path as people would type it: relative, where it lies below the current folder."""
-    here = Path.cwd()
-    return str(folder.relative_to(here) if folder.is_absolute() and here in folder.parents else folder)
-
-
 def _check_folder(start: Start) -> None:
     """Refuses to write a new run over an old one, or beside another process."""
     folder = RunFolder(start.cfg.run_folder)
@@ -233,10 +235,19 @@ def _check_folder(start: Start) -> None:
             f"resume={start.cfg.resume}: another process is training in that folder now; wait for its end, or start a "
             f"new run with resume={folder.checkpoints}/last.ckpt"
         )
+    check_writable("run_folder", folder.path)
     if folder.manifest.exists() and not start.in_place and not start.restart:
         raise ConfigError(
             f"run folder {folder.path} holds a run already; use resume={folder.path} or another run_folder"
         )
+
+
+def _check_auto(cfg: DictConfig) -> None:
+    """``resume=auto`` looks into a folder that the next start has, too; one named by the time of the start is new."""
+    if cfg.resume != AUTO or not HydraConfig.initialized() or not OmegaConf.is_interpolation(cfg, "run_folder"):
+        return
+    if not any(word.startswith(("hydra.run.dir=", "hydra.sweep.dir=")) for word in HydraConfig.get().overrides.hydra):
+        raise ConfigError("resume=auto without run_folder: a new folder holds no run; give run_folder=FOLDER, too")
 
 
 def _compose(overrides: list[str]) -> DictConfig:
@@ -291,13 +302,6 @@ def _quieten() -> None:
         warnings.filterwarnings("ignore", message=text)
 
 
-def _forget_folder(folder: Path) -> None:
-    """Removes the folder that Hydra made for a run that was refused, and its parents, where they are empty."""
-    for path in (folder, folder.parent, folder.parent.parent):
-        with suppress(OSError):
-            path.rmdir()
-
-
 @rank_zero_only
 def _say(lines: list[str]) -> None:
     for line in lines:
@@ -309,7 +313,7 @@ def _say_how_to_go_on(run: Run) -> None:
     if RunFolder(run.cfg.run_folder).newest_checkpoint() is None:
         print("interrupted before the first checkpoint: start it again", file=sys.stderr)
     else:
-        print(f"interrupted; to go on: python train.py resume={run.cfg.run_folder}", file=sys.stderr)
+        print(f"interrupted; to go on: {resume_command(run.cfg.run_folder)}", file=sys.stderr)
 
 
 def _give_up(error: Exception, code: int) -> None:

@@ -28,7 +28,7 @@ FLOORS = (
     ("records",),
     ("plugins", "callbacks"),
     ("recipes",),
-    ("combinations", "config_values", "config", "resume", "run"),
+    ("combinations", "config_values", "config", "run_place", "resume", "run"),
     ("reports",),
     ("cli",),
 )

@@ -58,6 +58,9 @@ def test_a_run_leaves_its_records(train_py: Command, tmp_path: Path) -> None:
         (("optimizer.lr=nan",), "lr=nan"),
         (("+optimizer.fused=true",), "no argument 'fused'"),
         (("resume=nowhere",), "nowhere"),
+        (("resume=auto",), "give run_folder=FOLDER"),
+        (("run_folder=/proc/x",), "run_folder=/proc/x: nothing can be written there"),
+        (("seed=1.5",), "seed=1.5 is a number with a point; give a whole number from 0"),
     ],
 )
 def test_a_refusal_is_one_line_and_leaves_nothing(
@@ -102,15 +105,6 @@ def test_a_text_shorter_than_one_context_is_refused(train_py: Command, tmp_path:
     assert list(tmp_path.iterdir()) == [text]
 
 
-def test_a_misspelt_word_or_key_is_answered_by_hydra(train_py: Command, tmp_path: Path) -> None:
-    word, key = train_py("optimizer=adamw_fussed"), train_py("optimizer.lrr=1")
-    assert word.returncode != 0
-    assert "adamw_fused" in word.stderr
-    assert key.returncode != 0
-    assert "optimizer.lrr" in key.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_an_own_text_is_trained_on(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_bytes(b"abcdefgh" * 400)
@@ -130,6 +124,13 @@ def test_sixteen_mixed_on_a_cpu_is_float16_with_a_loss_scale(tmp_path: Path) -> 
     assert set(seen) == {torch.float16}
     rows = [json.loads(line) for line in (tmp_path / "run" / "steps.jsonl").read_text().splitlines()]
     assert [row["loss_scale_before"] for row in rows] == [1024.0, 1024.0]
+
+
+def test_a_run_folder_of_ones_own_is_the_only_one(train_py: Command, tmp_path: Path) -> None:
+    done = train_py("recipe=digits", "model.width=8", "trainer=debug", "logger=none", "run_folder=mine/first")
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    assert (tmp_path / "mine" / "first" / "summary.json").is_file()
 
 
 def test_a_multirun_trains_the_valid_pairs_and_names_the_others(train_py: Command, tmp_path: Path) -> None:

@@ -15,7 +15,10 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig
+
+from lightning_fuse.cli.words import check_words
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 
@@ -34,6 +37,16 @@ def main(arguments: list[str] | None = None) -> None:
     _job.argv = list(sys.argv)  # type: ignore[attr-defined]
     if arguments is not None:
         sys.argv[1:] = arguments  # Hydra reads them there
+    options = get_args_parser().parse_args(sys.argv[1:])
+    prints = options.help or options.hydra_help or options.shell_completion or options.experimental_rerun
+    if not prints and "LOCAL_RANK" not in os.environ:  # a process that Lightning starts has words that were checked
+        try:
+            check_words(options.overrides, CONF, options.config_dir, options.multirun)
+        except ValueError as error:
+            if os.environ.get("HYDRA_FULL_ERROR", "0") == "1":
+                raise
+            print(f"refused: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
     hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(_job)()
 
 
