@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lightning_fuse.formats import STATE_FORMATS, Codec, Place
+from lightning_fuse.formats import STATE_FORMATS, Codec, DitherKey
 
 
 class Roots(NamedTuple):
@@ -145,8 +145,8 @@ def packaged(codec: Codec) -> Keep:
 
     def keep(values: Tensor, step: int, roots: Roots | None = None) -> Tensor:
         if roots is None:
-            return codec.decode(codec.encode(values, Place(step)))
-        return codec.decode(codec.encode(values, Place(step), roots.new), roots.kept)
+            return codec.decode(codec.encode(values, DitherKey(step)))
+        return codec.decode(codec.encode(values, DitherKey(step), roots.new), roots.kept)
 
     return keep
 

@@ -1,7 +1,7 @@
 """State formats and master weights: how one tensor of state is kept. ``format.py`` is the contract."""
 
 from lightning_fuse.formats.floating import BFloat16Signed, BFloat16Unsigned, Float32
-from lightning_fuse.formats.format import Codec, Part, Place, StateFormat
+from lightning_fuse.formats.format import Codec, DitherKey, StateFormat, TensorSpec
 from lightning_fuse.formats.int8 import Int8Signed, Int8Unsigned
 from lightning_fuse.formats.master import CopyMaster, MasterFormat, NoMaster, Split8Master, SplitMaster
 from lightning_fuse.registry import Registry
@@ -20,4 +20,4 @@ MASTERS: Registry[MasterFormat] = Registry(
     "master weight format", [NoMaster(), CopyMaster(), SplitMaster(), Split8Master()]
 )
 
-__all__ = ["MASTERS", "STATE_FORMATS", "Codec", "MasterFormat", "Part", "Place", "StateFormat"]
+__all__ = ["MASTERS", "STATE_FORMATS", "Codec", "DitherKey", "MasterFormat", "StateFormat", "TensorSpec"]

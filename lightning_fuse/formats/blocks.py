@@ -11,7 +11,7 @@ from math import ceil, prod
 import torch
 from torch import Tensor
 
-from lightning_fuse.formats.format import Part
+from lightning_fuse.formats.format import TensorSpec
 
 BLOCK = 128  # elements per scale
 
@@ -57,12 +57,12 @@ def from_blocks(blocks: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
     return blocks.flatten(1)[:, : row_length(shape)].reshape(shape)
 
 
-def scaled_parts(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Part, ...]:
+def scaled_parts(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[TensorSpec, ...]:
     """Codes of a given dtype and their scales."""
-    return (Part(".codes", shape, dtype), Part(".scale", scale_shape(shape), torch.float32))
+    return (TensorSpec(".codes", shape, dtype), TensorSpec(".scale", scale_shape(shape), torch.float32))
 
 
-def worth(top: Tensor, codes: float) -> Tensor:
+def step_size(top: Tensor, codes: float) -> Tensor:
     """What one code is worth where ``codes`` of them stand for ``top``; a true division on every device."""
     return top / torch.full_like(top, codes)
 

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_fuse.formats.format import Codec, Part, Place
+from lightning_fuse.formats.format import Codec, DitherKey, TensorSpec
 from lightning_fuse.formats.rounding import PHASE_SIGNED, PHASE_UNSIGNED, bf16_dithered, dither_word
 
 
@@ -21,12 +21,12 @@ class Float32(Codec):
 
     name = "fp32"
 
-    def parts(self, shape: tuple[int, ...]) -> tuple[Part, ...]:
+    def parts(self, shape: tuple[int, ...]) -> tuple[TensorSpec, ...]:
         """See ``Codec.parts``."""
-        return (Part("", shape, torch.float32),)
+        return (TensorSpec("", shape, torch.float32),)
 
     def encode(
-        self, values: Tensor, place: Place, root: Tensor | None = None, share: Tensor | None = None
+        self, values: Tensor, key: DitherKey, root: Tensor | None = None, share: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         """See ``Codec.encode``."""
         return (values,)
@@ -42,15 +42,15 @@ class BFloat16Signed(Codec):
     name = "bf16_signed"
     phase: ClassVar[int] = PHASE_SIGNED
 
-    def parts(self, shape: tuple[int, ...]) -> tuple[Part, ...]:
+    def parts(self, shape: tuple[int, ...]) -> tuple[TensorSpec, ...]:
         """See ``Codec.parts``."""
-        return (Part("", shape, torch.bfloat16),)
+        return (TensorSpec("", shape, torch.bfloat16),)
 
     def encode(
-        self, values: Tensor, place: Place, root: Tensor | None = None, share: Tensor | None = None
+        self, values: Tensor, key: DitherKey, root: Tensor | None = None, share: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         """See ``Codec.encode``."""
-        word = dither_word(values.numel(), place.step, self.phase, place.index_start, values.device)
+        word = dither_word(values.numel(), key.step, self.phase, key.first_index, values.device)
         return (bf16_dithered(values, word.view(values.shape)),)
 
     def decode(self, parts: tuple[Tensor, ...], root: Tensor | None = None) -> Tensor:

@@ -21,7 +21,7 @@ from lightning_fuse.rules.rule import Moment, sqrt
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorSpec:
     """One plain tensor of an encoded moment.
 
     Attributes:
@@ -41,16 +41,16 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Place:
+class DitherKey:
     """Where and when values are encoded: all that a dithered rounding depends on.
 
     Attributes:
         step: The number of this update for the parameter, from 1.
-        index_start: Index of the first element in the whole, unsharded parameter.
+        first_index: Index of the first element in the whole, unsharded parameter.
     """
 
     step: int
-    index_start: int = 0
+    first_index: int = 0
 
 
 class Codec(ABC):
@@ -65,18 +65,18 @@ class Codec(ABC):
     scaled: ClassVar[bool] = False
 
     @abstractmethod
-    def parts(self, shape: tuple[int, ...]) -> tuple[Part, ...]:
+    def parts(self, shape: tuple[int, ...]) -> tuple[TensorSpec, ...]:
         """The tensors that keep a moment of the given shape. All zeros stand for an all-zero moment."""
 
     @abstractmethod
     def encode(
-        self, values: Tensor, place: Place, root: Tensor | None = None, share: Tensor | None = None
+        self, values: Tensor, key: DitherKey, root: Tensor | None = None, share: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         """Encodes.
 
         Args:
             values: float32, the parameter's shape.
-            place: Step and index.
+            key: Step and index.
             root: Square root of the moment's unit before it is encoded, or None where the moment has no unit. A codec
                 may keep values relative to it, and then keeps 0 where it is 0 or not finite.
             share: ``share`` of the unit's codec; what is kept relative to the unit is multiplied by it. None for ones.
@@ -97,7 +97,7 @@ class Codec(ABC):
             float32, the parameter's shape.
         """
 
-    def root(self, parts: tuple[Tensor, ...]) -> Tensor:
+    def sqrt_decoded(self, parts: tuple[Tensor, ...]) -> Tensor:
         """The square root of what ``decode`` gives, correctly rounded unless the codec says otherwise.
 
         Args:
@@ -108,7 +108,7 @@ class Codec(ABC):
         """
         return sqrt(self.decode(parts))
 
-    def share(self, values: Tensor) -> Tensor | None:
+    def clamp_ratio(self, values: Tensor) -> Tensor | None:
         """Where what is kept of a value is more than the value: the root of it over the root that is kept.
 
         A moment in units of a root that was raised would be raised as much.
@@ -121,7 +121,7 @@ class Codec(ABC):
         """
         return None
 
-    def fault(self, parts: tuple[Tensor, ...], *, signed: bool, finite: bool) -> str:
+    def validate(self, parts: tuple[Tensor, ...], *, signed: bool, finite: bool) -> str:
         """What no encoding can have left in stored tensors; one pass over them, without a copy.
 
         Args:
@@ -215,11 +215,11 @@ def decode_moment(
     index: int, moments: Sequence[Moment], codecs: Sequence[Codec], parts: Sequence[tuple[Tensor, ...]]
 ) -> Tensor:
     """Decodes one moment of a parameter; arguments as of ``decode_moments``, and which moment."""
-    return codecs[index].decode(parts[index], _root_of_unit(moments[index], moments, codecs, parts))
+    return codecs[index].decode(parts[index], _normalizer_sqrt(moments[index], moments, codecs, parts))
 
 
 def encode_moments(
-    moments: Sequence[Moment], codecs: Sequence[Codec], values: Sequence[Tensor], place: Place
+    moments: Sequence[Moment], codecs: Sequence[Codec], values: Sequence[Tensor], key: DitherKey
 ) -> tuple[tuple[Tensor, ...], ...]:
     """Encodes all moments of one parameter, those with a unit relative to it as it is before it is encoded.
 
@@ -227,12 +227,12 @@ def encode_moments(
         moments: The moments of a rule.
         codecs: What keeps each.
         values: float32, the new values of each.
-        place: Step and index.
+        key: Step and index.
 
     Returns:
         The parts of each moment.
     """
-    return tuple(encode_moment(i, moments, codecs, values, place) for i in range(len(moments)))
+    return tuple(encode_moment(i, moments, codecs, values, key) for i in range(len(moments)))
 
 
 def encode_moment(
@@ -240,26 +240,26 @@ def encode_moment(
     moments: Sequence[Moment],
     codecs: Sequence[Codec],
     values: Sequence[Tensor] | Mapping[int, Tensor],
-    place: Place,
+    key: DitherKey,
 ) -> tuple[Tensor, ...]:
     """Encodes one moment of a parameter; arguments as of ``encode_moments``, and which moment.
 
     Of ``values`` only its own and those of its unit are read.
     """
-    if not moments[index].unit:
-        return codecs[index].encode(values[index], place)
-    unit = _place_of_unit(moments[index], moments)
-    return codecs[index].encode(values[index], place, sqrt(values[unit]), codecs[unit].share(values[unit]))
+    if not moments[index].normalizer:
+        return codecs[index].encode(values[index], key)
+    unit = _normalizer_index(moments[index], moments)
+    return codecs[index].encode(values[index], key, sqrt(values[unit]), codecs[unit].clamp_ratio(values[unit]))
 
 
-def _root_of_unit(
+def _normalizer_sqrt(
     moment: Moment, moments: Sequence[Moment], codecs: Sequence[Codec], parts: Sequence[tuple[Tensor, ...]]
 ) -> Tensor | None:
-    if not moment.unit:
+    if not moment.normalizer:
         return None
-    index = _place_of_unit(moment, moments)
-    return codecs[index].root(parts[index])
+    index = _normalizer_index(moment, moments)
+    return codecs[index].sqrt_decoded(parts[index])
 
 
-def _place_of_unit(moment: Moment, moments: Sequence[Moment]) -> int:
-    return [other.name for other in moments].index(moment.unit)
+def _normalizer_index(moment: Moment, moments: Sequence[Moment]) -> int:
+    return [other.name for other in moments].index(moment.normalizer)

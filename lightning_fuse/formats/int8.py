@@ -60,8 +60,8 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from lightning_fuse.formats.blocks import from_blocks, per_block, scale_shape, scaled_parts, to_blocks, worth
-from lightning_fuse.formats.format import Codec, Part, Place, extremes
+from lightning_fuse.formats.blocks import from_blocks, per_block, scale_shape, scaled_parts, step_size, to_blocks
+from lightning_fuse.formats.format import Codec, DitherKey, TensorSpec, extremes
 from lightning_fuse.formats.rounding import (
     PHASE_SIGNED,
     PHASE_UNSIGNED,
@@ -94,22 +94,22 @@ class Int8Signed(Codec):
     name = "int8_signed"
     scaled = True
 
-    def parts(self, shape: tuple[int, ...]) -> tuple[Part, ...]:
+    def parts(self, shape: tuple[int, ...]) -> tuple[TensorSpec, ...]:
         """See ``Codec.parts``."""
         return scaled_parts(shape, torch.int8)
 
     def encode(
-        self, values: Tensor, place: Place, root: Tensor | None = None, share: Tensor | None = None
+        self, values: Tensor, key: DitherKey, root: Tensor | None = None, share: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         """See ``Codec.encode``; returns codes and scales."""
         if root is not None:
             # Where the unit is zero this is a quotient that is not finite, and so a zero.
             quotients = _finite(values / _finite(root))
-            return _encode_quotients(quotients if share is None else quotients * share, place)
+            return _encode_quotients(quotients if share is None else quotients * share, key)
         blocks = to_blocks(_finite(values))
         scale = blocks.abs().amax(dim=-1)
         per_unit = torch.where(scale > 0, divide(127.0, sqrt(scale)), 0.0)
-        dither = dither_fraction(_block_words(values, place, PHASE_SIGNED))
+        dither = dither_fraction(_block_words(values, key, PHASE_SIGNED))
         code = torch.floor(sqrt(blocks.abs()) * per_unit.unsqueeze(-1) + dither).clamp(max=127.0)
         codes = from_blocks(torch.copysign(code, blocks), values.shape)
         return codes.to(torch.int8), scale.view(scale_shape(values.shape))
@@ -119,11 +119,11 @@ class Int8Signed(Codec):
         codes, scale = parts
         code = to_blocks(codes.to(torch.float32))
         if root is None:
-            return from_blocks((code * code.abs()) * per_block(worth(scale, 127.0**2), codes.shape), codes.shape)
-        return from_blocks(code * per_block(worth(scale, 127.0), codes.shape), codes.shape) * _finite(root)
+            return from_blocks((code * code.abs()) * per_block(step_size(scale, 127.0**2), codes.shape), codes.shape)
+        return from_blocks(code * per_block(step_size(scale, 127.0), codes.shape), codes.shape) * _finite(root)
 
-    def fault(self, parts: tuple[Tensor, ...], *, signed: bool, finite: bool) -> str:
-        """See ``Codec.fault``; what is not finite is never stored."""
+    def validate(self, parts: tuple[Tensor, ...], *, signed: bool, finite: bool) -> str:
+        """See ``Codec.validate``; what is not finite is never stored."""
         codes, scale = parts
         lowest, highest = extremes(scale)
         if not (lowest >= 0.0 and highest < math.inf):
@@ -137,16 +137,16 @@ class Int8Unsigned(Codec):
     name = "int8_unsigned"
     scaled = True
 
-    def parts(self, shape: tuple[int, ...]) -> tuple[Part, ...]:
+    def parts(self, shape: tuple[int, ...]) -> tuple[TensorSpec, ...]:
         """See ``Codec.parts``."""
         return scaled_parts(shape, torch.uint8)
 
     def encode(
-        self, values: Tensor, place: Place, root: Tensor | None = None, share: Tensor | None = None
+        self, values: Tensor, key: DitherKey, root: Tensor | None = None, share: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         """See ``Codec.encode``; returns codes and scales."""
         roots = sqrt(to_blocks(_finite(values)))
-        scale, word = scale_of(roots), _block_words(values, place, PHASE_UNSIGNED)
+        scale, word = scale_of(roots), _block_words(values, key, PHASE_UNSIGNED)
         kind, offset, shift = (of_block.unsqueeze(-1) for of_block in levels_of(scale))
         code = float_bits(roots + offset)  # in place from here: int64 takes twice the memory of the values
         code -= float_bits(offset)
@@ -159,11 +159,11 @@ class Int8Unsigned(Codec):
 
     def decode(self, parts: tuple[Tensor, ...], root: Tensor | None = None) -> Tensor:
         """See ``Codec.decode``."""
-        own = self.root(parts)
+        own = self.sqrt_decoded(parts)
         return own * own
 
-    def share(self, values: Tensor) -> Tensor | None:
-        """See ``Codec.share``; below 1 in wide blocks, where a root is below that of code 1."""
+    def clamp_ratio(self, values: Tensor) -> Tensor | None:
+        """See ``Codec.clamp_ratio``; below 1 in wide blocks, where a root is below that of code 1."""
         roots = sqrt(to_blocks(_finite(values)))
         scale = scale_of(roots)
         wide = levels_of(scale)[0] == WIDE
@@ -173,8 +173,8 @@ class Int8Unsigned(Codec):
         raised = wide.unsqueeze(-1) & (roots < least.unsqueeze(-1))
         return from_blocks(torch.where(raised, roots / least.unsqueeze(-1), 1.0), values.shape)
 
-    def root(self, parts: tuple[Tensor, ...]) -> Tensor:
-        """See ``Codec.root``; what the codes stand for, without a square root."""
+    def sqrt_decoded(self, parts: tuple[Tensor, ...]) -> Tensor:
+        """See ``Codec.sqrt_decoded``; what the codes stand for, without a square root."""
         codes, scale = parts
         blocks = to_blocks(codes).to(torch.int64)
         kind, offset, shift = (per_block(of_block, codes.shape) for of_block in levels_of(scale))
@@ -184,8 +184,8 @@ class Int8Unsigned(Codec):
             roots[wide] = _wide_roots(blocks[wide], top_level(scale.view(wide.shape)[wide]).unsqueeze(-1))
         return from_blocks(roots, codes.shape)
 
-    def fault(self, parts: tuple[Tensor, ...], *, signed: bool, finite: bool) -> str:
-        """See ``Codec.fault``; scales have few values."""
+    def validate(self, parts: tuple[Tensor, ...], *, signed: bool, finite: bool) -> str:
+        """See ``Codec.validate``; scales have few values."""
         scale = parts[1]
         lowest, highest = extremes(scale)
         if not (lowest >= 0.0 and highest < math.inf):
@@ -275,13 +275,13 @@ def _wide_roots(code: Tensor, top: Tensor) -> Tensor:
     return torch.where(code > 0, bits_to_float(((number >> 4) << 23) + mantissa), 0.0)
 
 
-def _encode_quotients(quotients: Tensor, place: Place) -> tuple[Tensor, Tensor]:
+def _encode_quotients(quotients: Tensor, key: DitherKey) -> tuple[Tensor, Tensor]:
     """Codes of a first moment in units of the second's root, and their scales."""
     blocks = to_blocks(quotients)
     scale = blocks.abs().amax(dim=-1)
     scale = torch.where(scale >= SMALLEST_QUOTIENT, scale, 0.0)
     per_unit = torch.where(scale > 0, divide(QUOTIENT_CODES, scale), 0.0)
-    word = _block_words(quotients, place, PHASE_SIGNED)
+    word = _block_words(quotients, key, PHASE_SIGNED)
     code = ((blocks * per_unit.unsqueeze(-1)).to(torch.int64) + (word >> 8)) >> 24
     return from_blocks(code, quotients.shape).to(torch.int8), scale.view(scale_shape(quotients.shape))
 
@@ -290,6 +290,6 @@ def _finite(values: Tensor) -> Tensor:
     return torch.where(torch.isfinite(values), values, 0.0)
 
 
-def _block_words(values: Tensor, place: Place, phase: int) -> Tensor:
-    word = dither_word(values.numel(), place.step, phase, place.index_start, values.device)
+def _block_words(values: Tensor, key: DitherKey, phase: int) -> Tensor:
+    word = dither_word(values.numel(), key.step, phase, key.first_index, values.device)
     return to_blocks(word.view(values.shape))

@@ -26,7 +26,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_fuse.formats.format import Part, Place
+from lightning_fuse.formats.format import DitherKey, TensorSpec
 from lightning_fuse.formats.rounding import (
     PHASE_WEIGHT,
     bf16_bits,
@@ -52,7 +52,7 @@ class MasterFormat(ABC):
     dtypes: ClassVar[tuple[torch.dtype, ...]]
 
     @abstractmethod
-    def parts(self, shape: tuple[int, ...]) -> tuple[Part, ...]:
+    def parts(self, shape: tuple[int, ...]) -> tuple[TensorSpec, ...]:
         """The tensors kept beside the parameter; a suffix here is the whole key in the state."""
 
     @abstractmethod
@@ -68,13 +68,13 @@ class MasterFormat(ABC):
         """
 
     @abstractmethod
-    def split(self, weight: Tensor, dtype: torch.dtype, place: Place) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def split(self, weight: Tensor, dtype: torch.dtype, key: DitherKey) -> tuple[Tensor, tuple[Tensor, ...]]:
         """What to store for a new weight.
 
         Args:
             weight: float32.
             dtype: The parameter's dtype.
-            place: Step and index, for a dithered rounding.
+            key: Step and index, for a dithered rounding.
 
         Returns:
             The parameter in its dtype, and the tensors kept beside it.
@@ -85,7 +85,7 @@ class MasterFormat(ABC):
         """The tensors to keep for a parameter whose own value is all that is known of the weight."""
 
     @abstractmethod
-    def fit(self, weight: Tensor, param: Tensor, place: Place) -> tuple[Tensor, ...]:
+    def fit(self, weight: Tensor, param: Tensor, key: DitherKey) -> tuple[Tensor, ...]:
         """The tensors that come closest to a weight beside a parameter that stays as it is.
 
         A tie between two values of the parameter is rounded to even by one kind of master and away from zero by
@@ -95,7 +95,7 @@ class MasterFormat(ABC):
         Args:
             weight: float32, as another kind of master kept it.
             param: The parameter, the shape of ``weight``.
-            place: Step and index, for a dithered rounding.
+            key: Step and index, for a dithered rounding.
 
         Returns:
             One tensor for each of ``parts``.
@@ -108,7 +108,7 @@ class NoMaster(MasterFormat):
     name = "none"
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16, torch.float16)
 
-    def parts(self, shape: tuple[int, ...]) -> tuple[Part, ...]:
+    def parts(self, shape: tuple[int, ...]) -> tuple[TensorSpec, ...]:
         """See ``MasterFormat.parts``."""
         return ()
 
@@ -116,7 +116,7 @@ class NoMaster(MasterFormat):
         """See ``MasterFormat.join``; exact."""
         return param.to(torch.float32)
 
-    def split(self, weight: Tensor, dtype: torch.dtype, place: Place) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def split(self, weight: Tensor, dtype: torch.dtype, key: DitherKey) -> tuple[Tensor, tuple[Tensor, ...]]:
         """See ``MasterFormat.split``."""
         return round_to(weight, dtype), ()
 
@@ -124,7 +124,7 @@ class NoMaster(MasterFormat):
         """See ``MasterFormat.start``."""
         return ()
 
-    def fit(self, weight: Tensor, param: Tensor, place: Place) -> tuple[Tensor, ...]:
+    def fit(self, weight: Tensor, param: Tensor, key: DitherKey) -> tuple[Tensor, ...]:
         """See ``MasterFormat.fit``."""
         return ()
 
@@ -135,9 +135,9 @@ class CopyMaster(NoMaster):
     name = "fp32"
     dtypes = (torch.bfloat16, torch.float16)
 
-    def parts(self, shape: tuple[int, ...]) -> tuple[Part, ...]:
+    def parts(self, shape: tuple[int, ...]) -> tuple[TensorSpec, ...]:
         """See ``MasterFormat.parts``."""
-        return (Part("master", shape, torch.float32),)
+        return (TensorSpec("master", shape, torch.float32),)
 
     def join(self, param: Tensor, parts: tuple[Tensor, ...]) -> Tensor:
         """See ``MasterFormat.join``; a parameter that was written to wins over its copy."""
@@ -145,7 +145,7 @@ class CopyMaster(NoMaster):
         same = round_to(copy, param.dtype).view(torch.int16) == param.contiguous().view(torch.int16)
         return torch.where(same, copy, param.to(torch.float32))
 
-    def split(self, weight: Tensor, dtype: torch.dtype, place: Place) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def split(self, weight: Tensor, dtype: torch.dtype, key: DitherKey) -> tuple[Tensor, tuple[Tensor, ...]]:
         """See ``MasterFormat.split``."""
         return round_to(weight, dtype), (weight,)
 
@@ -153,7 +153,7 @@ class CopyMaster(NoMaster):
         """See ``MasterFormat.start``."""
         return (param.to(torch.float32),)
 
-    def fit(self, weight: Tensor, param: Tensor, place: Place) -> tuple[Tensor, ...]:
+    def fit(self, weight: Tensor, param: Tensor, key: DitherKey) -> tuple[Tensor, ...]:
         """See ``MasterFormat.fit``."""
         (kept,) = self.start(param)
         for unit in (-1, 1, 0):
@@ -169,15 +169,15 @@ class SplitMaster(MasterFormat):
     name = "split"
     dtypes = (torch.bfloat16,)
 
-    def parts(self, shape: tuple[int, ...]) -> tuple[Part, ...]:
+    def parts(self, shape: tuple[int, ...]) -> tuple[TensorSpec, ...]:
         """See ``MasterFormat.parts``."""
-        return (Part("remainder", shape, torch.int16),)
+        return (TensorSpec("remainder", shape, torch.int16),)
 
     def join(self, param: Tensor, parts: tuple[Tensor, ...]) -> Tensor:
         """See ``MasterFormat.join``."""
         return bits_to_float((bf16_bits(param) << 16) + parts[0].to(torch.int64))
 
-    def split(self, weight: Tensor, dtype: torch.dtype, place: Place) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def split(self, weight: Tensor, dtype: torch.dtype, key: DitherKey) -> tuple[Tensor, tuple[Tensor, ...]]:
         """See ``MasterFormat.split``; exact for every bit pattern."""
         bits = float_bits(weight)
         lower = ((bits + 0x8000) & 0xFFFF) - 0x8000
@@ -187,7 +187,7 @@ class SplitMaster(MasterFormat):
         """See ``MasterFormat.start``."""
         return (torch.zeros_like(param, dtype=torch.int16),)
 
-    def fit(self, weight: Tensor, param: Tensor, place: Place) -> tuple[Tensor, ...]:
+    def fit(self, weight: Tensor, param: Tensor, key: DitherKey) -> tuple[Tensor, ...]:
         """See ``MasterFormat.fit``."""
         return (_remainder(float_bits(weight), bf16_bits(param), 16).to(torch.int16),)
 
@@ -198,18 +198,18 @@ class Split8Master(MasterFormat):
     name = "split8"
     dtypes = (torch.bfloat16,)
 
-    def parts(self, shape: tuple[int, ...]) -> tuple[Part, ...]:
+    def parts(self, shape: tuple[int, ...]) -> tuple[TensorSpec, ...]:
         """See ``MasterFormat.parts``."""
-        return (Part("remainder", shape, torch.int8),)
+        return (TensorSpec("remainder", shape, torch.int8),)
 
     def join(self, param: Tensor, parts: tuple[Tensor, ...]) -> Tensor:
         """See ``MasterFormat.join``."""
         return bits_to_float((bf16_bits(param) << 16) + (parts[0].to(torch.int64) << 8))
 
-    def split(self, weight: Tensor, dtype: torch.dtype, place: Place) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def split(self, weight: Tensor, dtype: torch.dtype, key: DitherKey) -> tuple[Tensor, tuple[Tensor, ...]]:
         """See ``MasterFormat.split``; the lowest 8 of the weight's 32 bits are dithered away."""
         bits = float_bits(weight)
-        word = dither_word(weight.numel(), place.step, PHASE_WEIGHT, place.index_start, weight.device)
+        word = dither_word(weight.numel(), key.step, PHASE_WEIGHT, key.first_index, weight.device)
         dithered = bits + (word.view(weight.shape) >> 24)
         # An infinity or NaN has no neighbours to be between; a finite weight may not become one of them.
         rounded = torch.where((bits & 0x7FFFFFFF) + 0xFF < 0x7F800000, dithered, bits) >> 8
@@ -220,9 +220,9 @@ class Split8Master(MasterFormat):
         """See ``MasterFormat.start``."""
         return (torch.zeros_like(param, dtype=torch.int8),)
 
-    def fit(self, weight: Tensor, param: Tensor, place: Place) -> tuple[Tensor, ...]:
+    def fit(self, weight: Tensor, param: Tensor, key: DitherKey) -> tuple[Tensor, ...]:
         """See ``MasterFormat.fit``."""
-        upper, (lower,) = self.split(weight, param.dtype, place)
+        upper, (lower,) = self.split(weight, param.dtype, key)
         return (_remainder((bf16_bits(upper) << 8) + lower.to(torch.int64), bf16_bits(param), 8).to(torch.int8),)
 
 

@@ -24,20 +24,20 @@ PHASE_SIGNED = 1 << 31
 PHASE_WEIGHT = 1 << 30
 
 
-def dither_word(numel: int, step: int, phase: int, index_start: int, device: torch.device) -> Tensor:
+def dither_word(numel: int, step: int, phase: int, first_index: int, device: torch.device) -> Tensor:
     """The 32-bit dither words of consecutive elements.
 
     Args:
         numel: How many elements.
         step: The number of this update, from 1.
         phase: One of the ``PHASE_`` constants.
-        index_start: Index of the first element in the whole parameter; 0 unless this is a shard.
+        first_index: Index of the first element in the whole parameter; 0 unless this is a shard.
         device: Where the result lives.
 
     Returns:
         int64, shape [numel], values in [0, 2^32).
     """
-    index = torch.arange(index_start, index_start + numel, dtype=torch.int64, device=device)
+    index = torch.arange(first_index, first_index + numel, dtype=torch.int64, device=device)
     offset = (step * STEP_STRIDE + phase) & WORD_MASK
     # int64 products wrap modulo 2^64, which leaves the value modulo 2^32 intact.
     return (index * INDEX_STRIDE + offset) & WORD_MASK

@@ -26,8 +26,8 @@ import math
 import torch
 from torch import Tensor
 
-from lightning_fuse.formats.blocks import from_blocks, per_block, to_blocks, worth
-from lightning_fuse.formats.format import Codec, Place, StateFormat, extremes
+from lightning_fuse.formats.blocks import from_blocks, per_block, step_size, to_blocks
+from lightning_fuse.formats.format import Codec, DitherKey, StateFormat, extremes
 from lightning_fuse.formats.int8 import Int8Signed, Int8Unsigned
 from lightning_fuse.formats.rounding import bits_to_float, float_bits
 from lightning_fuse.rules.rule import Moment
@@ -55,14 +55,14 @@ def codec_of_version(version: int, fmt: StateFormat, moment: Moment) -> Codec:
         return codec
     if isinstance(codec, Int8Unsigned):
         return UnsignedOfVersion2()
-    return SignedOfVersion2() if isinstance(codec, Int8Signed) and moment.unit else codec
+    return SignedOfVersion2() if isinstance(codec, Int8Signed) and moment.normalizer else codec
 
 
 class _ReadOnly(Codec):
     """A codec of an earlier version."""
 
     def encode(
-        self, values: Tensor, place: Place, root: Tensor | None = None, share: Tensor | None = None
+        self, values: Tensor, key: DitherKey, root: Tensor | None = None, share: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         """Never: ``NotImplementedError``."""
         raise NotImplementedError("an earlier version's codes are read, not written")
@@ -84,18 +84,18 @@ class UnsignedOfVersion2(_ReadOnly, Int8Unsigned):
 
     name = "int8_unsigned_v2"
 
-    def root(self, parts: tuple[Tensor, ...]) -> Tensor:
-        """See ``Codec.root``; what the codes stand for, without a square root."""
+    def sqrt_decoded(self, parts: tuple[Tensor, ...]) -> Tensor:
+        """See ``Codec.sqrt_decoded``; what the codes stand for, without a square root."""
         codes, scale = parts
         blocks = to_blocks(codes)
         code, wide = blocks.to(torch.float32), torch.signbit(scale)
-        roots = (code * code) * per_block(worth(scale * scale, 255.0**2), codes.shape)
+        roots = (code * code) * per_block(step_size(scale * scale, 255.0**2), codes.shape)
         number = blocks.to(torch.int64) - 255 + per_block(_top_level(scale.abs()), codes.shape)
         levels = torch.where(blocks > 0, _level(number), 0.0)
         return from_blocks(torch.where(per_block(wide, codes.shape), levels, roots), codes.shape)
 
-    def fault(self, parts: tuple[Tensor, ...], *, signed: bool, finite: bool) -> str:
-        """See ``Codec.fault``; a negative scale is a wide block's, and a power of 2^(1/8)."""
+    def validate(self, parts: tuple[Tensor, ...], *, signed: bool, finite: bool) -> str:
+        """See ``Codec.validate``; a negative scale is a wide block's, and a power of 2^(1/8)."""
         scale = parts[1]
         lowest, highest = extremes(scale)
         if not (-math.inf < lowest and highest < math.inf):

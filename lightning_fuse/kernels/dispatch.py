@@ -10,7 +10,7 @@ from operator import attrgetter
 from torch import Tensor
 
 from lightning_fuse.kernels.cpu.native import NativeKernel
-from lightning_fuse.kernels.kernel import Slot, StepKernel
+from lightning_fuse.kernels.kernel import ParamSpec, StepKernel
 from lightning_fuse.kernels.reference import ReferenceKernel
 from lightning_fuse.registry import Registry, unknown_name
 
@@ -33,12 +33,12 @@ def check_kernel_name(name: str) -> None:
         raise ValueError(unknown_name(KERNELS.kind, name, [AUTO, *KERNELS]))
 
 
-def choose_kernel(name: str, slots: list[Slot]) -> StepKernel:
+def choose_kernel(name: str, specs: Sequence[ParamSpec]) -> StepKernel:
     """The kernel that will step the given parameters.
 
     Args:
         name: "auto" or a kernel's name.
-        slots: All parameters of an optimizer.
+        specs: All parameters of an optimizer.
 
     Returns:
         The kernel.
@@ -49,10 +49,10 @@ def choose_kernel(name: str, slots: list[Slot]) -> StepKernel:
     candidates = list(KERNELS.values()) if name == AUTO else [KERNELS[name]]
     refusals = []
     for kernel in candidates:
-        refusal = next(((slot.name, why.why) for slot in slots if not (why := kernel.supports(slot))), None)
+        refusal = next(((spec.name, why.why) for spec in specs if not (why := kernel.supports(spec))), None)
         if refusal is None:
-            return kernel.for_one_optimizer()
-        if name == AUTO and refusal[1] == kernel.missing():
+            return kernel.clone()
+        if name == AUTO and refusal[1] == kernel.unavailable_reason():
             _say_once(kernel.name, refusal[1])
         refusals.append(f"{kernel.name} ({refusal[0]}: {refusal[1]})")
     raise NotImplementedError(
@@ -72,7 +72,7 @@ def sum_of_squares(grads: Sequence[Tensor]) -> Tensor:
     devices = list(dict.fromkeys(map(_DEVICE, grads)))
     sums = []
     for device in devices:
-        kernel = next(kernel for kernel in KERNELS.values() if kernel.reads(device))
+        kernel = next(kernel for kernel in KERNELS.values() if kernel.supports_reduction(device))
         mine = grads if len(devices) == 1 else [grad for grad in grads if grad.device == device]
         sums.append(kernel.sum_of_squares(mine))
     total = sums[0]

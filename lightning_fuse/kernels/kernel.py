@@ -8,15 +8,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_fuse.formats.format import Codec
+from lightning_fuse.formats.format import Codec, StateFormat, TensorSpec
 from lightning_fuse.formats.master import MasterFormat
-from lightning_fuse.rules.rule import Moment, UpdateRule
+from lightning_fuse.rules.rule import UpdateRule
+
+PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# torch's own optimizers count in float32, which ends at 2^24; float64 is exact to 2^53, and torch's take it, too.
+STEP = TensorSpec("step", (), torch.float64)
 
 
 @dataclass(frozen=True)
@@ -35,58 +41,111 @@ class Support:
         return self.ok
 
 
-@dataclass(frozen=True)
-class StoredMoment:
-    """One moment of one parameter as it lies in memory.
+@dataclass(frozen=True, eq=False)
+class ParamSpec:
+    """All that is decided about one parameter, from the whole of it; no memory of state.
+
+    Kernels, allocation, saving, loading, conversion, export and the ledger read bytes, formats, masters, names and
+    rules from here. Two specs are equal only where they are the same object.
 
     Attributes:
-        moment: Which moment.
-        codec: How it is kept.
-        tensors: Its parts, in the codec's order; the kernel overwrites them.
-    """
-
-    moment: Moment
-    codec: Codec
-    tensors: tuple[Tensor, ...]
-
-
-@dataclass(frozen=True)
-class Slot:
-    """All of one parameter that stays the same from step to step.
-
-    Attributes:
-        name: The parameter's name, for messages.
-        param: The parameter; float32, bfloat16 or float16, any dense layout. Overwritten in place.
+        name: The parameter's name, or ``group.position`` where the optimizer was given none.
+        param: The parameter, or the part of it that lies here; float32, bfloat16 or float16, any dense layout. It may
+            be on the meta device: nothing of a spec reads its values.
+        group: Its parameter group, the live dict.
         rule: How it is updated.
-        moments: Its moments, in the rule's order.
+        state_format: How its moments are kept.
         master: How its float32 weight is kept.
-        master_tensors: The master's parts; overwritten in place.
-        step: int64, 0-dimensional: updates applied to it so far. Counted up by the kernel.
-        index_start: Index of its first element in the whole, unsharded parameter.
+        shape: The shape of the whole, unsharded parameter.
+        first_index: Index of the first element that lies here in the whole parameter, in row-major order.
     """
 
     name: str
     param: Tensor
+    group: Mapping[str, Any]
     rule: UpdateRule
-    moments: tuple[StoredMoment, ...]
+    state_format: StateFormat
     master: MasterFormat
-    master_tensors: tuple[Tensor, ...]
+    shape: tuple[int, ...]
+    first_index: int = 0
+
+    @cached_property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of what lies here."""
+        return tuple(self.param.shape)
+
+    @cached_property
+    def codecs(self) -> tuple[Codec, ...]:
+        """What keeps each of the rule's moments."""
+        return tuple(self.state_format.codec(moment) for moment in self.rule.moments)
+
+    @cached_property
+    def moment_tensors(self) -> tuple[tuple[TensorSpec, ...], ...]:
+        """The tensors of each moment; a suffix is the whole key in the state."""
+        return tuple(
+            tuple(replace(part, suffix=moment.name + part.suffix) for part in codec.parts(self.local_shape))
+            for moment, codec in zip(self.rule.moments, self.codecs, strict=True)
+        )
+
+    @cached_property
+    def tensors(self) -> dict[str, TensorSpec]:
+        """Every tensor of the state by its key: the step, the moments' and the master weight's."""
+        moments = chain.from_iterable(self.moment_tensors)
+        return {part.suffix: part for part in (STEP, *moments, *self.master.parts(self.local_shape))}
+
+    @cached_property
+    def nbytes(self) -> dict[str, int]:
+        """Bytes of state that lie here, by key."""
+        return {key: part.nbytes for key, part in self.tensors.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class ParamState:
+    """A parameter's spec with its memory. The kernel overwrites the tensors in place.
+
+    Attributes:
+        spec: What is decided about it.
+        step: float64, 0-dimensional, a whole number: updates applied to it so far. Counted up by the kernel.
+        moments: The tensors of each of the rule's moments.
+        master: The tensors of the master weight.
+    """
+
+    spec: ParamSpec
     step: Tensor
-    index_start: int = 0
+    moments: tuple[tuple[Tensor, ...], ...]
+    master: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, spec: ParamSpec, held: Mapping[str, Tensor]) -> ParamState:
+        """The state of a parameter, looked up by key.
+
+        Args:
+            spec: Its spec.
+            held: ``optimizer.state[p]``.
+
+        Returns:
+            The state.
+
+        Raises:
+            KeyError: A tensor is missing.
+        """
+        moments = tuple(tuple(held[part.suffix] for part in parts) for parts in spec.moment_tensors)
+        master = tuple(held[part.suffix] for part in spec.master.parts(spec.local_shape))
+        return cls(spec, held["step"], moments, master)
 
 
-class Work(NamedTuple):
+class ParamUpdate(NamedTuple):
     """One parameter's part in one step.
 
     Attributes:
-        slot: The parameter and its state.
-        grad: Its gradient; float32, bfloat16 or float16, the parameter's shape, any layout. Not changed.
-        group: Hyperparameters as plain numbers; ``maximize`` negates the gradient.
+        state: The parameter and its state.
+        grad: Its gradient; float32, bfloat16 or float16, the shape of what lies here, any layout. Not changed.
+        hyper: Hyperparameters of its group as plain numbers; ``maximize`` negates the gradient.
     """
 
-    slot: Slot
+    state: ParamState
     grad: Tensor
-    group: Mapping[str, Any]
+    hyper: Mapping[str, Any]
 
 
 def overlaps(tensor: Tensor) -> bool:
@@ -110,31 +169,31 @@ def overlaps(tensor: Tensor) -> bool:
 
 
 def is_wrapped(tensor: Tensor) -> bool:
-    """Whether a tensor is a subclass that stands for other tensors, such as a DTensor."""
+    """Whether a tensor is a wrapper subclass, such as a DTensor, whose own address holds no elements."""
     return shows_no_memory(type(tensor))
 
 
 def shows_no_memory(kind: type[Tensor]) -> bool:
-    """Whether tensors of a class stand for other tensors; see ``is_wrapped``."""
+    """Whether a class is a wrapper subclass; see ``is_wrapped``."""
     return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
-def check_fits(slot: Slot, grad: Tensor) -> None:
-    """Refuses a gradient of another shape than its parameter: a kernel would read beside it.
+def check_fits(spec: ParamSpec, grad: Tensor) -> None:
+    """Refuses a gradient of another shape than its parameter: a kernel would read out of bounds.
 
     torch checks the shape where ``.grad`` is set, not where ``p.data`` is replaced after that.
 
     Args:
-        slot: The parameter and its state.
+        spec: The parameter.
         grad: Its gradient.
 
     Raises:
         RuntimeError: Shape or device differ.
     """
-    if grad.shape != slot.param.shape or grad.device != slot.param.device:
+    if grad.shape != spec.param.shape or grad.device != spec.param.device:
         raise RuntimeError(
-            f"the gradient of {slot.name} is {tuple(grad.shape)} on {grad.device}, the parameter "
-            f"{tuple(slot.param.shape)} on {slot.param.device}: set p.grad = None after replacing p.data"
+            f"the gradient of {spec.name} is {tuple(grad.shape)} on {grad.device}, the parameter "
+            f"{tuple(spec.param.shape)} on {spec.param.device}: set p.grad = None after replacing p.data"
         )
 
 
@@ -147,34 +206,34 @@ class StepKernel(ABC):
 
     name: ClassVar[str]
 
-    def for_one_optimizer(self) -> StepKernel:
+    def clone(self) -> StepKernel:
         """The kernel for the parameters of one optimizer: itself, or a copy where it remembers their addresses."""
         return self
 
-    def missing(self) -> str:
+    def unavailable_reason(self) -> str:
         """Why it cannot run on this machine at all, as it reads after "because"; empty where it can."""
         return ""
 
-    def how(self) -> str:
+    def description(self) -> str:
         """What it runs with, in a few words: CPU level and threads; empty where there is nothing to say."""
         return ""
 
     @abstractmethod
-    def supports(self, slot: Slot) -> Support:
+    def supports(self, spec: ParamSpec) -> Support:
         """Whether this kernel can step the given parameter, and why not."""
 
     @abstractmethod
-    def step(self, work: Sequence[Work], factor: Tensor | None, found_inf: Tensor | None) -> None:
-        """Steps every parameter of ``work``, or none.
+    def step(self, updates: Sequence[ParamUpdate], factor: Tensor | None, found_inf: Tensor | None) -> None:
+        """Steps every parameter of ``updates``, or none.
 
         Args:
-            work: Parameters with gradients, each at most once.
+            updates: Parameters with gradients, each at most once.
             factor: float32, 0-dimensional: each gradient is multiplied by it in a register; None stands for 1.
             found_inf: float32, 0-dimensional: other than 0 leaves every bit as it is; None stands for 0.
         """
 
     @abstractmethod
-    def reads(self, device: torch.device) -> bool:
+    def supports_reduction(self, device: torch.device) -> bool:
         """Whether ``sum_of_squares`` can look at gradients on the given device."""
 
     @abstractmethod
@@ -190,6 +249,3 @@ class StepKernel(ABC):
         Returns:
             float64, 0-dimensional: the sum of all squares; the same bits at any number of threads.
         """
-
-
-PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -16,14 +16,23 @@ import torch
 from torch import Tensor
 
 from lightning_fuse.formats.blocks import BLOCK, row_length
-from lightning_fuse.formats.format import Part, Place, decode_moments, encode_moments
+from lightning_fuse.formats.format import DitherKey, TensorSpec, decode_moments, encode_moments
 from lightning_fuse.formats.master import canonical_nan
-from lightning_fuse.kernels.kernel import PARAM_DTYPES, Slot, StepKernel, Support, Work, check_fits, is_wrapped
-from lightning_fuse.kernels.pieces import piece_ends
+from lightning_fuse.kernels.chunks import chunk_ends
+from lightning_fuse.kernels.kernel import (
+    PARAM_DTYPES,
+    ParamSpec,
+    ParamState,
+    ParamUpdate,
+    StepKernel,
+    Support,
+    check_fits,
+    is_wrapped,
+)
 from lightning_fuse.rules.rule import LayerwiseRule, UpdateRule
 
 SLICE = 1 << 14  # elements stepped at a time, where rows are not longer
-SUM_LANES = 32  # running sums of a piece of at most 65,536 elements, whose float64 copy takes 512 KiB
+SUM_LANES = 32  # running sums of a chunk of at most 65,536 elements, whose float64 copy takes 512 KiB
 
 
 class ReferenceKernel(StepKernel):
@@ -31,29 +40,29 @@ class ReferenceKernel(StepKernel):
 
     name = "reference"
 
-    def supports(self, slot: Slot) -> Support:
+    def supports(self, spec: ParamSpec) -> Support:
         """See ``StepKernel.supports``: everything that the optimizer lets in."""
-        if slot.param.dtype not in PARAM_DTYPES:
-            return Support(False, f"parameters must be float32, bfloat16 or float16, not {slot.param.dtype}")
+        if spec.param.dtype not in PARAM_DTYPES:
+            return Support(False, f"parameters must be float32, bfloat16 or float16, not {spec.param.dtype}")
         return Support(True)
 
     @torch.no_grad()
-    def step(self, work: Sequence[Work], factor: Tensor | None, found_inf: Tensor | None) -> None:
+    def step(self, updates: Sequence[ParamUpdate], factor: Tensor | None, found_inf: Tensor | None) -> None:
         """See ``StepKernel.step``."""
         if found_inf is not None and bool(found_inf):
             return
-        for item in work:
-            check_fits(item.slot, item.grad)
+        for update in updates:
+            check_fits(update.state.spec, update.grad)
         known: dict[tuple[int, int, UpdateRule], dict[str, float]] = {}
-        for item in work:
-            step = int(item.slot.step) + 1
-            key = (id(item.group), step, item.slot.rule)
+        for update in updates:
+            step, rule = int(update.state.step) + 1, update.state.spec.rule
+            key = (id(update.hyper), step, rule)
             if key not in known:
-                known[key] = float32_scalars(item.slot.rule, item.group, step)
-            _step_parameter(item, step, known[key], factor)
+                known[key] = float32_scalars(rule, update.hyper, step)
+            _step_parameter(update, step, known[key], factor)
 
-    def reads(self, device: torch.device) -> bool:
-        """See ``StepKernel.reads``: any device."""
+    def supports_reduction(self, device: torch.device) -> bool:
+        """See ``StepKernel.supports_reduction``: any device."""
         return True
 
     @torch.no_grad()
@@ -80,29 +89,30 @@ def float32_scalars(rule: UpdateRule, group: Mapping[str, Any], step: int) -> di
     return dict(zip(scalars, rounded, strict=True))
 
 
-def _step_parameter(work: Work, step: int, scalars: Mapping[str, float], factor: Tensor | None) -> None:
-    rule = work.slot.rule
+def _step_parameter(update: ParamUpdate, step: int, scalars: Mapping[str, float], factor: Tensor | None) -> None:
+    rule = update.state.spec.rule
     if isinstance(rule, LayerwiseRule):
-        scalars = {**scalars, "trust": _trust(rule, work, scalars, factor)}
-    for part in _slices(work):
-        slot, place = part.slot, Place(step, part.slot.index_start)
+        scalars = {**scalars, "trust": _trust(rule, update, scalars, factor)}
+    for part in _slices(update):
+        state, spec = part.state, part.state.spec
+        key = DitherKey(step, spec.first_index)
         weight, moments = rule.update(*_opened(part, factor), scalars)
-        if slot.master_tensors:
+        if state.master:
             weight = canonical_nan(weight)
-        param, master = slot.master.split(weight, slot.param.dtype, place)
-        slot.param.copy_(param)
-        _overwrite(slot.master_tensors, master)
-        kinds, codecs = [stored.moment for stored in slot.moments], [stored.codec for stored in slot.moments]
-        for stored, parts in zip(slot.moments, encode_moments(kinds, codecs, moments, place), strict=True):
-            _overwrite(stored.tensors, parts)
-    work.slot.step.fill_(step)
+        param, master = spec.master.split(weight, spec.param.dtype, key)
+        spec.param.copy_(param)
+        _overwrite(state.master, master)
+        for stored, parts in zip(state.moments, encode_moments(rule.moments, spec.codecs, moments, key), strict=True):
+            _overwrite(stored, parts)
+    update.state.step.fill_(step)
 
 
-def _slices(work: Work) -> Iterator[Work]:
-    """One parameter's work cut along dimension 0; views of the same memory. A vector is cut between blocks."""
-    slot, shape = work.slot, tuple(work.slot.param.shape)
-    if slot.param.numel() <= SLICE or is_wrapped(slot.param):
-        yield work
+def _slices(update: ParamUpdate) -> Iterator[ParamUpdate]:
+    """One parameter's update cut along dimension 0; views of the same memory. A vector is cut between blocks."""
+    state, spec = update.state, update.state.spec
+    shape = spec.local_shape
+    if spec.param.numel() <= SLICE or is_wrapped(spec.param):
+        yield update
         return
     row = math.prod(shape[1:])
     length = max(1, SLICE // row) if len(shape) > 1 else SLICE // BLOCK * BLOCK
@@ -110,41 +120,42 @@ def _slices(work: Work) -> Iterator[Work]:
         count = min(length, shape[0] - begin)
         before, inside = (begin, *shape[1:]), (count, *shape[1:])
         moments = tuple(
-            replace(m, tensors=_cut(m.tensors, m.codec.parts(before), m.codec.parts(inside))) for m in slot.moments
+            _cut(tensors, codec.parts(before), codec.parts(inside))
+            for tensors, codec in zip(state.moments, spec.codecs, strict=True)
         )
-        master = _cut(slot.master_tensors, slot.master.parts(before), slot.master.parts(inside))
-        param, start = slot.param.narrow(0, begin, count), slot.index_start + begin * row
-        part = replace(slot, param=param, moments=moments, master_tensors=master, index_start=start)
-        yield Work(part, work.grad.narrow(0, begin, count), work.group)
+        master = _cut(state.master, spec.master.parts(before), spec.master.parts(inside))
+        part = replace(spec, param=spec.param.narrow(0, begin, count), first_index=spec.first_index + begin * row)
+        yield ParamUpdate(
+            ParamState(part, state.step, moments, master), update.grad.narrow(0, begin, count), update.hyper
+        )
 
 
-def _cut(tensors: Sequence[Tensor], before: Sequence[Part], inside: Sequence[Part]) -> tuple[Tensor, ...]:
-    """Parts of the state of a slice, given those of all that lies before it."""
+def _cut(tensors: Sequence[Tensor], before: Sequence[TensorSpec], inside: Sequence[TensorSpec]) -> tuple[Tensor, ...]:
+    """The state of a slice, given that of all that lies before it."""
     return tuple(
         tensor.narrow(0, part.shape[0], own.shape[0]) for tensor, part, own in zip(tensors, before, inside, strict=True)
     )
 
 
-def _opened(work: Work, factor: Tensor | None) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+def _opened(update: ParamUpdate, factor: Tensor | None) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """Weight, gradient and moments of one slice as the rule takes them, float32."""
-    slot = work.slot
-    grad = work.grad.to(torch.float32)
+    state, spec = update.state, update.state.spec
+    grad = update.grad.to(torch.float32)
     if factor is not None:
         grad = grad * factor
-    if work.group["maximize"]:
+    if update.hyper["maximize"]:
         grad = -grad
-    kinds, codecs = [stored.moment for stored in slot.moments], [stored.codec for stored in slot.moments]
-    moments = decode_moments(kinds, codecs, [stored.tensors for stored in slot.moments])
-    return slot.master.join(slot.param, slot.master_tensors), grad, moments
+    moments = decode_moments(spec.rule.moments, spec.codecs, state.moments)
+    return spec.master.join(spec.param, state.master), grad, moments
 
 
-def _trust(rule: LayerwiseRule, work: Work, scalars: Mapping[str, float], factor: Tensor | None) -> float:
+def _trust(rule: LayerwiseRule, update: ParamUpdate, scalars: Mapping[str, float], factor: Tensor | None) -> float:
     """The trust ratio as a float32 number; the norms of one parameter, in row-major order, are read on the host."""
-    param = work.slot.param
-    ends = piece_ends(param.numel(), row_length(param.shape))
-    measured = (rule.measured(*_opened(part, factor), scalars) for part in _slices(work))
-    pieces = _pieces((torch.stack([tensor.reshape(-1) for tensor in both]) for both in measured), ends)
-    sums = add_up((torch.stack(list(map(_piece_sum, piece))) for piece in pieces), param.device)
+    param = update.state.spec.param
+    ends = chunk_ends(param.numel(), row_length(param.shape))
+    measured = (rule.measured(*_opened(part, factor), scalars) for part in _slices(update))
+    chunks = _chunks((torch.stack([tensor.reshape(-1) for tensor in both]) for both in measured), ends)
+    sums = add_up((torch.stack(list(map(_chunk_sum, chunk))) for chunk in chunks), param.device)
     norms = sums.sqrt().expand(2).tolist()  # of an empty parameter there is one sum, 0
     return torch.tensor(rule.trust(norms[0], norms[1], scalars), dtype=torch.float64).to(torch.float32).item()
 
@@ -157,7 +168,7 @@ def _overwrite(old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
 def ordered_sums(flat: Tensor, row: int) -> list[Tensor]:
     """Sums squares in an order that does not depend on threads or vectors, so that other kernels can repeat it.
 
-    The elements are cut into pieces of 65,536, or fewer where a block would be cut. A piece keeps 32 running sums
+    The elements are cut into chunks of 65,536, or fewer where a block would be cut. A chunk keeps 32 running sums
     (element k goes to sum k mod 32; what is left over after the last 32 goes to one more), which are added pairwise:
     the lower and the upper half, until one is left, and then the one more.
 
@@ -166,13 +177,13 @@ def ordered_sums(flat: Tensor, row: int) -> list[Tensor]:
         row: Elements in which blocks lie without a cut.
 
     Returns:
-        One float64 sum for each piece, 0-dimensional; to be added up one after the other.
+        One float64 sum for each chunk, 0-dimensional; to be added up one after the other.
     """
-    return list(map(_piece_sum, _pieces([flat], piece_ends(flat.numel(), row))))
+    return list(map(_chunk_sum, _chunks([flat], chunk_ends(flat.numel(), row))))
 
 
-def _pieces(parts: Iterable[Tensor], ends: Sequence[int]) -> Iterator[Tensor]:
-    """Vectors, or rows of several side by side, that come in parts, cut into pieces with the given ends."""
+def _chunks(parts: Iterable[Tensor], ends: Sequence[int]) -> Iterator[Tensor]:
+    """Vectors, or rows of several side by side, that come in parts, cut into chunks with the given ends."""
     parts, held, begin = iter(parts), torch.empty(0), 0
     for end in ends:
         while held.shape[-1] < end - begin:
@@ -188,8 +199,8 @@ def _as_it_lies(tensor: Tensor) -> Tensor:
     return tensor.detach().permute(order).reshape(-1)
 
 
-def _piece_sum(piece: Tensor) -> Tensor:
-    squares = piece.to(torch.float64).square()
+def _chunk_sum(chunk: Tensor) -> Tensor:
+    squares = chunk.to(torch.float64).square()
     whole = squares.numel() // SUM_LANES * SUM_LANES
     # A cumulative sum is the sequential one; torch's own sum would choose its order.
     lanes = squares[:whole].view(-1, SUM_LANES).cumsum(dim=0)[-1] if whole else squares.new_zeros(SUM_LANES)

@@ -61,5 +61,6 @@ class FusedAdamW(FusedOptimizer):
     def _rule(self, group: Mapping[str, Any]) -> UpdateRule:
         return RULES["adamw_amsgrad" if group["amsgrad"] else "adamw"]
 
-    def _check_group(self, group: Mapping[str, Any]) -> None:
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        """See ``FusedOptimizer.check_group``."""
         check_adam(group)

@@ -68,7 +68,8 @@ class FusedAdEMAMix(FusedOptimizer):
     def _rule(self, group: Mapping[str, Any]) -> UpdateRule:
         return RULES["ademamix"]
 
-    def _check_group(self, group: Mapping[str, Any]) -> None:
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        """See ``FusedOptimizer.check_group``."""
         for key in ("lr", "eps", "weight_decay", "alpha"):
             number(group, key)
         check_betas(group, 3)

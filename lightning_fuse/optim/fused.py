@@ -1,8 +1,9 @@
-"""The optimizer that all public classes share: groups, slots over regions of state, and one kernel call per step.
+"""The optimizer that all public classes share: groups, their specs, state from the first gradient on, one kernel call.
 
-``state[p]`` holds plain tensors: ``step`` (int64, updates applied to this parameter), the moments under torch's names
+``state[p]`` holds plain tensors: ``step`` (float64, updates applied to this parameter), the moments under torch's names
 (``exp_avg``; ``exp_avg.codes`` and ``exp_avg.scale`` for int8) and what the master weight needs (``master`` or
-``remainder``). It is allocated at the first step, so the model may be moved and loaded until then.
+``remainder``). A parameter has none before its first gradient, so the model may be moved and loaded until then, and
+frozen parameters cost nothing.
 """
 
 from __future__ import annotations
@@ -20,42 +21,44 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fuse.formats.format import StateFormat, state_tensors
-from lightning_fuse.formats.master import MasterFormat
-from lightning_fuse.kernels import Slot, StepKernel, StoredMoment, Work, check_kernel_name, choose_kernel
+from lightning_fuse.kernels import ParamSpec, ParamState, ParamUpdate, StepKernel, check_kernel_name, choose_kernel
 from lightning_fuse.kernels.kernel import PARAM_DTYPES
 from lightning_fuse.optim import state_io
 from lightning_fuse.optim.group_names import name_added_group
 from lightning_fuse.optim.load_options import LoadOptions, LoadReport
-from lightning_fuse.optim.regions import Request, allocate
+from lightning_fuse.optim.param_states import ensure_states
 from lightning_fuse.optim.selection import Selection, StateSpec
 from lightning_fuse.optim.settings import check_apart, check_gradient, check_parameter, plain_numbers
 from lightning_fuse.rules.rule import UpdateRule
 
 _GRAD, _LAYOUT, _DTYPE = attrgetter("grad"), attrgetter("layout"), attrgetter("dtype")
 _STRIDED, _READABLE = frozenset({torch.strided}), frozenset(PARAM_DTYPES)
-_AS_WORK = partial(tuple.__new__, Work)  # from (slot, grad, numbers): Work(...) runs a Python function for each
+_AS_UPDATE = partial(tuple.__new__, ParamUpdate)  # ParamUpdate(...) would run a Python function for each
 
 Params: TypeAlias = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
 
 @dataclass
-class Line:
-    """The slots of one group, beside what they were made of.
+class GroupCache:
+    """What one group's parameters are, as long as nothing that decides it changes.
 
     Attributes:
         params: The group's parameters.
-        held: ``state[p]`` of each.
-        tensors: All tensors of the state, in order.
-        slots: One per parameter.
-        numbers: Hyperparameters that the rules were last chosen by.
+        names: Their names.
+        specs: What is decided about each.
+        hyper: Hyperparameters that the rules were last chosen by; None before the first step.
+        states: The state of each, or None before its first gradient.
+        held: ``state[p]`` of each that has state.
+        tensors: All tensors of those, in order.
     """
 
     params: list[Tensor]
-    held: list[dict[str, Tensor]]
-    tensors: list[Tensor]
-    slots: list[Slot]
-    numbers: Mapping[str, Any]
+    names: list[str]
+    specs: list[ParamSpec]
+    hyper: Mapping[str, Any] | None
+    states: list[ParamState | None]
+    held: list[dict[str, Any]]
+    tensors: list[Any]
 
 
 class FusedOptimizer(Optimizer):
@@ -84,22 +87,18 @@ class FusedOptimizer(Optimizer):
         check_kernel_name(kernel)
         self._selection = Selection(state, master)
         self._kernel_word = kernel
-        self._reset_caches()
+        self.reset_caches()
         super().__init__(cast(Any, params), defaults)
-        if not self._members():
+        if not self.specs():
             raise ValueError("the optimizer got no parameters: every group is empty")
-        self._selection.check_effect(self._members(), self._keeps_moments(), (self.known_names or {}).values())
+        self._selection.check_effect(self.specs(), (self.known_names or {}).values())
 
     @abstractmethod
     def _rule(self, group: Mapping[str, Any]) -> UpdateRule:
         """The update rule that a group's settings stand for."""
 
-    def _rule_of(self, group: Mapping[str, Any], p: Tensor) -> UpdateRule:
-        """The update rule of one parameter: its group's, unless a rule treats vectors in another way."""
-        return self._rule(group)
-
     @abstractmethod
-    def _check_group(self, group: Mapping[str, Any]) -> None:
+    def check_group(self, group: Mapping[str, Any]) -> None:
         """Refuses hyperparameters that no update can be computed from (ValueError)."""
 
     @property
@@ -108,36 +107,58 @@ class FusedOptimizer(Optimizer):
         return self._selection.master.name
 
     @property
+    def kernel_word(self) -> str:
+        """The word that ``kernel=`` was given."""
+        return self._kernel_word
+
+    @property
+    def state_spec(self) -> StateSpec:
+        """What ``state=`` was given."""
+        return self._selection.spec
+
+    @property
     def kernel_name(self) -> str:
         """The word of the kernel that steps the parameters."""
         return self._choose_kernel().name
 
+    def specs(self) -> list[ParamSpec]:
+        """What is decided about every parameter, in the order of the groups; no memory is allocated."""
+        self._refresh([None] * len(self.param_groups))
+        return [spec for cache in self._group_caches for spec in cache.specs]
+
+    def specs_with_state(self) -> list[ParamSpec]:
+        """The parameters that have state, or will have it after the next step.
+
+        Before the first step those are the trainable ones; later those with state or a gradient.
+        """
+        if not any(self.state.values()):
+            return [spec for spec in self.specs() if spec.param.requires_grad]
+        return [spec for spec in self.specs() if self.state.get(spec.param) or spec.param.grad is not None]
+
     def describe(self) -> str:
         """What runs, in one line: ``adamw, int8 state (0.8 % fp32), native kernel (x86-64-v4, 2 threads)``."""
-        members, kernel = self._members(), self._choose_kernel()
-        rules = dict.fromkeys(self._rule_of(group, p).name for group, _, p in members)
+        specs, kernel = self.specs_with_state() or self.specs(), self._choose_kernel()
+        rules = dict.fromkeys(spec.rule.name for spec in specs)
         counts: dict[str, int] = {}
-        for group, name, p in members:
-            word = self._format(group, name, p).name
-            counts[word] = counts.get(word, 0) + p.numel()
+        for spec in specs:
+            counts[spec.state_format.name] = counts.get(spec.state_format.name, 0) + spec.param.numel()
         main, *others = sorted(counts, key=lambda word: -counts[word])
         shares = [f"{100 * counts[word] / max(1, sum(counts.values())):.1f} % {word}" for word in others]
         state = f"{main} state" + (f" ({', '.join(shares)})" if shares else "")
         master = [] if self.master == "none" else [f"{self.master} masters"]
-        how = f" ({kernel.how()})" if kernel.how() else ""
-        return ", ".join(["+".join(rules), state, *master, f"{kernel.name} kernel{how}"])
+        runs_with = f" ({kernel.description()})" if kernel.description() else ""
+        return ", ".join(["+".join(rules), state, *master, f"{kernel.name} kernel{runs_with}"])
 
     def formats(self) -> dict[str, str]:
         """The state format of every parameter, by name (``group.index`` where the optimizer was given no names)."""
-        return {name: self._format(group, name, p).name for group, name, p in self._members()}
+        return {spec.name: spec.state_format.name for spec in self.specs()}
 
     def state_bytes(self) -> dict[str, int]:
-        """Bytes of state by kind, as they are or will be once the first step has allocated them."""
+        """Bytes of state by kind; see ``specs_with_state`` for whose."""
         total: dict[str, int] = {}
-        for group, name, p in self._members():
-            for request in self._requests(group, name, p):
-                count = request.dtype.itemsize * torch.Size(request.shape).numel()
-                total[request.key] = total.get(request.key, 0) + count
+        for spec in self.specs_with_state():
+            for key, count in spec.nbytes.items():
+                total[key] = total.get(key, 0) + count
         return total
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -155,15 +176,15 @@ class FusedOptimizer(Optimizer):
             if len(set(map(id, group["params"]))) != len(group["params"]):
                 raise ValueError("a parameter appears twice in one group; pass each parameter once")
             self._check_names(group)
-            self._check_group(plain_numbers(group))
+            self.check_group(plain_numbers(group))
             for name, p in zip(parameter_names(group, len(self.param_groups) - 1), group["params"], strict=True):
                 check_parameter(name, p)
-                self._format(group, name, p)
-            check_apart((name, p) for _, name, p in self._members())
+            check_apart((spec.name, spec.param) for spec in self.specs())
         except Exception:
             self.param_groups.pop()
+            self.reset_caches()
             raise
-        self._reset_caches()
+        self.reset_caches()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -194,16 +215,32 @@ class FusedOptimizer(Optimizer):
             factor: float32, 0-dimensional; every gradient is multiplied by it. None stands for 1.
             found_inf: float32, 0-dimensional; other than 0 changes nothing. None stands for 0.
         """
+        updates = self.gather()
+        if updates:
+            self._choose_kernel().step(updates, factor, found_inf)
+
+    def gather(self) -> list[ParamUpdate]:
+        """Every parameter that has a gradient, with its state and hyperparameters; checked, and allocated if new.
+
+        Returns:
+            One update per parameter with a gradient, in the order of the groups.
+
+        Raises:
+            TypeError: A parameter or its gradient is of a kind that no kernel reads.
+            ValueError: A hyperparameter is out of range.
+        """
         found = [self._gradients(index, group) for index, group in enumerate(self.param_groups)]
         if not any(grad is not None for _, grads in found for grad in grads):
-            return
-        work: list[Work] = []
-        for line, (numbers, grads) in zip(self._lined_up([numbers for numbers, _ in found]), found, strict=True):
-            parts: Iterable[Any] = zip(line.slots, grads, repeat(numbers))
+            return []
+        self._refresh([hyper for hyper, _ in found])
+        self._ensure([grads for _, grads in found])
+        updates: list[ParamUpdate] = []
+        for cache, (hyper, grads) in zip(self._group_caches, found, strict=True):
+            rows: Iterable[Any] = zip(cache.states, grads, repeat(hyper))
             if any(map(is_, grads, repeat(None))):
-                parts = (part for part in parts if part[1] is not None)
-            work += map(_AS_WORK, parts)
-        self._choose_kernel().step(work, factor, found_inf)
+                rows = (row for row in rows if row[1] is not None)
+            updates += map(_AS_UPDATE, rows)
+        return updates
 
     def state_dict(self) -> dict[str, Any]:
         """State as torch keeps it, with one entry ``lightning_fuse`` that says what it holds; plain data only."""
@@ -236,21 +273,32 @@ class FusedOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._reset_caches()
+        self.reset_caches()
 
-    # What the base class, state_io and the step share.
+    # What loading needs, besides ``specs``.
 
-    def _reset_caches(self) -> None:
-        self._lines: list[Line] = []
-        self._entries: dict[Tensor, dict[str, Tensor]] = {}  # of state, as they were when the lines were made
+    def rule_for(self, group: Mapping[str, Any], p: Tensor) -> UpdateRule:
+        """The update rule of one parameter: its group's, unless a rule treats vectors in another way.
+
+        Args:
+            group: Its group, or what the group will be.
+            p: The parameter.
+        """
+        return self._rule(group)
+
+    def spec_of(self, group: Mapping[str, Any], name: str, p: Tensor) -> ParamSpec:
+        """The spec that a parameter has with the settings of a group, its own or what that will be."""
+        chosen = self._selection
+        state_format = chosen.format_of(name if "param_names" in group else None, p.dim(), group.get("state"))
+        master = chosen.master_of(p.dtype)
+        return ParamSpec(name, p, group, self.rule_for(group, p), state_format, master, tuple(p.shape))
+
+    def reset_caches(self) -> None:
+        """Forgets what was derived from groups and state; for code that has changed both."""
+        self._group_caches: list[GroupCache] = []
         self._kernel: StepKernel | None = None
 
-    def _members(self) -> list[tuple[dict[str, Any], str, Tensor]]:
-        return [
-            (group, name, p)
-            for index, group in enumerate(self.param_groups)
-            for name, p in zip(parameter_names(group, index), group["params"], strict=True)
-        ]
+    # The caches.
 
     def _check_names(self, group: Mapping[str, Any]) -> None:
         names = [name for other in self.param_groups for name in other.get("param_names", ())]
@@ -258,119 +306,82 @@ class FusedOptimizer(Optimizer):
         if twice:
             raise ValueError(f"two parameters are called {twice[0]!r}: names must differ, state is saved by name")
 
-    def _keeps_moments(self) -> bool:
-        return any(self._rule(group).moments for group in self.param_groups)
-
-    def _format(self, group: Mapping[str, Any], name: str, p: Tensor) -> StateFormat:
-        named = "param_names" in group
-        return self._selection.format_of(name if named else None, p.dim(), group.get("state"))
-
-    def _master(self, p: Tensor) -> MasterFormat:
-        return self._selection.master_of(p.dtype)
-
-    def _requests(self, group: Mapping[str, Any], name: str, p: Tensor) -> list[Request]:
-        fmt, shape = self._format(group, name, p), tuple(p.shape)
-        wanted = [Request("step", (), torch.int64, p.device)]
-        for moment in self._rule_of(group, p).moments:
-            for part in fmt.codec(moment).parts(shape):
-                wanted.append(Request(moment.name + part.suffix, part.shape, part.dtype, p.device))
-        for part in self._master(p).parts(shape):
-            wanted.append(Request(part.suffix, part.shape, part.dtype, p.device))
-        return wanted
-
-    def _ensure_state(self) -> None:
-        """Allocates what is missing, for all parameters at once, and starts their master weights."""
-        missing: list[tuple[Tensor, Request]] = []
-        for group, name, p in self._members():
-            held = self.state[p]
-            missing += [(p, request) for request in self._requests(group, name, p) if request.key not in held]
-        if not missing:
-            return
-        for (p, request), tensor in zip(missing, allocate([r for _, r in missing]), strict=True):
-            self.state[p][request.key] = tensor
-        started = {id(p): p for p, request in missing if request.key in ("master", "remainder")}
-        for p in started.values():
-            master = self._master(p)
-            for part, value in zip(master.parts(tuple(p.shape)), master.start(p), strict=True):
-                self.state[p][part.suffix].copy_(value)
-
     def _gradients(self, index: int, group: Mapping[str, Any]) -> tuple[dict[str, Any], list[Tensor | None]]:
         """A group's hyperparameters and gradients, checked; None where a parameter has no gradient."""
-        numbers = plain_numbers(group)
-        self._check_group(numbers)
+        hyper = plain_numbers(group)
+        if not self._group_caches or len(self._group_caches) <= index or self._group_caches[index].hyper != hyper:
+            self.check_group(hyper)
         grads = list(map(_GRAD, group["params"]))
         found = [grad for grad in grads if grad is not None]
         if not (_STRIDED.issuperset(map(_LAYOUT, found)) and _READABLE.issuperset(map(_DTYPE, found))):
             for name, p in zip(parameter_names(group, index), group["params"], strict=True):
                 check_gradient(name, p)
-        return numbers, grads
+        return hyper, grads
 
-    def _lined_up(self, numbers: Sequence[Mapping[str, Any]]) -> list[Line]:
-        """The slots of every group; made anew where parameters, state or rules are not those they were made of."""
-        entries = self._entries
-        # Lightning and others replace state[p], or a tensor in it, by a moved copy: identities tell.
-        known = (
-            len(self._lines) == len(self.param_groups)
-            and len(self.state) == len(entries)
-            and all(map(is_, self.state, entries))
-            and all(map(is_, self.state.values(), entries.values()))
-        )
-        if not known or not all(map(self._still_holds, self._lines, self.param_groups, numbers)):
-            self._ensure_state()
-            self._lines = [
-                self._line_up(index, group, mine)
-                for index, (group, mine) in enumerate(zip(self.param_groups, numbers, strict=True))
-            ]
-            self._entries = dict(self.state)
-            self._kernel = None
-        return self._lines
+    def _refresh(self, hypers: Sequence[Mapping[str, Any] | None]) -> None:
+        """Makes specs anew where the groups' parameters, names or a number that chooses a rule have changed."""
+        caches = self._group_caches
+        groups = self.param_groups
+        if len(caches) == len(groups) and all(map(self._still_decided, caches, groups, hypers)):
+            return
+        self._group_caches = [self._cache_of(*each) for each in zip(range(len(groups)), groups, hypers, strict=True)]
+        self._kernel = None
 
-    def _line_up(self, index: int, group: Mapping[str, Any], numbers: Mapping[str, Any]) -> Line:
-        params, names = list(group["params"]), parameter_names(group, index)
-        held = [self.state[p] for p in params]
-        slots = [self._make_slot(group, *each) for each in zip(names, params, held, strict=True)]
-        return Line(params, held, list(chain.from_iterable(map(dict.values, held))), slots, numbers)
+    def _cache_of(self, index: int, group: dict[str, Any], hyper: Mapping[str, Any] | None) -> GroupCache:
+        params, names = list(group["params"]), list(parameter_names(group, index))
+        specs = [self.spec_of(group, name, p) for name, p in zip(names, params, strict=True)]
+        return GroupCache(params, names, specs, hyper, [None] * len(params), [], [])
 
-    def _still_holds(self, line: Line, group: Mapping[str, Any], numbers: Mapping[str, Any]) -> bool:
-        if not (
-            len(line.params) == len(group["params"])
-            and all(map(is_, group["params"], line.params))
-            and sum(map(len, line.held)) == len(line.tensors)
-            and all(map(is_, chain.from_iterable(map(dict.values, line.held)), line.tensors))
-        ):
+    def _still_decided(self, cache: GroupCache, group: Mapping[str, Any], hyper: Mapping[str, Any] | None) -> bool:
+        if len(cache.params) != len(group["params"]) or not all(map(is_, group["params"], cache.params)):
             return False
-        if numbers != line.numbers:
+        if cache.names != group.get("param_names", cache.names):
+            return False
+        if hyper is None or hyper != cache.hyper:
             # Settings may stand for another rule now, for instance after momentum was set.
-            line.numbers = numbers
-            return all(slot.rule is self._rule_of(group, slot.param) for slot in line.slots)
+            cache.hyper = hyper if hyper is not None else cache.hyper
+            return all(spec.rule is self.rule_for(group, spec.param) for spec in cache.specs)
         return True
 
-    def _make_slot(self, group: Mapping[str, Any], name: str, p: Tensor, held: Mapping[str, Tensor]) -> Slot:
-        rule, fmt, master, shape = (
-            self._rule_of(group, p),
-            self._format(group, name, p),
-            self._master(p),
-            tuple(p.shape),
+    def _ensure(self, grads: Sequence[Sequence[Tensor | None]]) -> None:
+        """States for all parameters that have a gradient; known ones stay unless somebody replaced them.
+
+        Lightning and others replace state[p], or a tensor in it, by a moved copy: object identity shows it.
+        """
+        if all(map(self._still_held, self._group_caches, grads)):
+            return
+        store, wanted = self.state, []
+        for cache, mine in zip(self._group_caches, grads, strict=True):
+            for spec, grad in zip(cache.specs, mine, strict=True):
+                if grad is not None or store.get(spec.param):
+                    check_parameter(spec.name, spec.param, steps=True)
+                    wanted.append(spec)
+        made = dict(zip(map(id, wanted), ensure_states(wanted, store), strict=True))
+        for cache in self._group_caches:
+            cache.states = [made.get(id(spec)) for spec in cache.specs]
+            cache.held = [store[state.spec.param] for state in cache.states if state is not None]
+            cache.tensors = list(chain.from_iterable(map(dict.values, cache.held)))
+        self._kernel = None
+
+    def _still_held(self, cache: GroupCache, grads: Sequence[Tensor | None]) -> bool:
+        states = cache.states
+        if None in states:
+            if any(state is None and grad is not None for state, grad in zip(states, grads, strict=True)):
+                return False
+            params = [state.spec.param for state in states if state is not None]
+        else:
+            params = cache.params
+        return (
+            len(params) == len(cache.held)
+            and all(map(is_, map(self.state.get, params), cache.held))
+            and sum(map(len, cache.held)) == len(cache.tensors)
+            and all(map(is_, chain.from_iterable(map(dict.values, cache.held)), cache.tensors))
         )
-        moments = tuple(
-            StoredMoment(m, fmt.codec(m), state_tensors(m, fmt.codec(m), held, shape)) for m in rule.moments
-        )
-        kept = tuple(held[part.suffix] for part in master.parts(shape))
-        return Slot(name, p, rule, moments, master, kept, held["step"])
 
     def _choose_kernel(self) -> StepKernel:
         if self._kernel is None:
-            slots = [self._preview(group, name, p) for group, name, p in self._members()]
-            self._kernel = choose_kernel(self._kernel_word, slots)
+            self._kernel = choose_kernel(self._kernel_word, self.specs_with_state())
         return self._kernel
-
-    def _preview(self, group: Mapping[str, Any], name: str, p: Tensor) -> Slot:
-        """A slot without memory: enough to ask kernels what they support before anything is allocated."""
-        held = {
-            request.key: torch.empty(request.shape, dtype=request.dtype, device="meta")
-            for request in self._requests(group, name, p)
-        }
-        return self._make_slot(group, name, p, held)
 
     def _factor(self) -> Tensor | None:
         """What gradients are multiplied by: the contract's factor, or the inverse of GradScaler's loss scale."""

@@ -54,5 +54,6 @@ class FusedLAMB(FusedOptimizer):
     def _rule(self, group: Mapping[str, Any]) -> UpdateRule:
         return RULES["lamb"]
 
-    def _check_group(self, group: Mapping[str, Any]) -> None:
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        """See ``FusedOptimizer.check_group``."""
         check_adam(group)

@@ -69,12 +69,14 @@ class FusedLARS(FusedOptimizer):
     def _rule(self, group: Mapping[str, Any]) -> UpdateRule:
         return RULES["lars_nesterov" if group["nesterov"] else "lars"]
 
-    def _rule_of(self, group: Mapping[str, Any], p: Tensor) -> UpdateRule:
+    def rule_for(self, group: Mapping[str, Any], p: Tensor) -> UpdateRule:
+        """See ``FusedOptimizer.rule_for``; a vector is moved by plain SGD."""
         if p.dim() > 1:
             return self._rule(group)
         return RULES["sgd_nesterov" if group["nesterov"] else "sgd_momentum"]
 
-    def _check_group(self, group: Mapping[str, Any]) -> None:
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        """See ``FusedOptimizer.check_group``."""
         for key in ("lr", "weight_decay", "eps"):
             number(group, key)
         if number(group, "trust_coefficient") == 0.0:

@@ -52,7 +52,8 @@ class FusedLion(FusedOptimizer):
     def _rule(self, group: Mapping[str, Any]) -> UpdateRule:
         return RULES["lion"]
 
-    def _check_group(self, group: Mapping[str, Any]) -> None:
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        """See ``FusedOptimizer.check_group``."""
         for key in ("lr", "weight_decay"):
             number(group, key)
         check_betas(group)

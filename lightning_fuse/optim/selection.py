@@ -5,13 +5,13 @@ The decision uses the global shape, never a shard's, so that it is the same on e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 import torch
-from torch import Tensor
 
 from lightning_fuse.formats import MASTERS, STATE_FORMATS, MasterFormat, StateFormat
+from lightning_fuse.kernels.kernel import PARAM_DTYPES, ParamSpec
 from lightning_fuse.optim.groups import check_patterns, first_match
 
 StateSpec: TypeAlias = str | Sequence[str | tuple[str, str]]
@@ -81,17 +81,11 @@ class Selection:
         """The master weight format of a parameter: float32 parameters are their own master."""
         return MASTERS["none"] if dtype == torch.float32 else self.master
 
-    def check_effect(
-        self,
-        members: Sequence[tuple[Mapping[str, Any], str, Tensor]],
-        keeps_moments: bool,
-        later: Iterable[str] = (),
-    ) -> None:
+    def check_effect(self, specs: Sequence[ParamSpec], later: Iterable[str] = ()) -> None:
         """Refuses choices that would be ignored.
 
         Args:
-            members: (group, name, parameter) of every parameter.
-            keeps_moments: Whether any group's rule keeps a moment.
+            specs: Every parameter.
             later: Names of parameters that may be added.
 
         Raises:
@@ -99,15 +93,15 @@ class Selection:
                 parameter can have this kind of master weight.
         """
         if self.patterns:
-            if any("param_names" not in group for group, _, _ in members):
+            if any("param_names" not in spec.group for spec in specs):
                 raise ValueError("state patterns need parameter names: pass model.named_parameters()")
-            check_patterns(self.patterns, [*(name for _, name, _ in members), *later])
-        if not keeps_moments and (self.patterns or self.default.name != "fp32"):
+            check_patterns(self.patterns, [*(spec.name for spec in specs), *later])
+        if not any(spec.rule.moments for spec in specs) and (self.patterns or self.default.name != "fp32"):
             raise ValueError(
                 f"state={self.default.name!r} has no effect: this optimizer keeps no moments; "
                 'leave state="fp32", or use momentum'
             )
-        self._check_master({p.dtype for _, _, p in members} - {torch.float32})
+        self._check_master({spec.param.dtype for spec in specs} & set(PARAM_DTYPES) - {torch.float32})
 
     def _check_master(self, narrow: set[torch.dtype]) -> None:
         if self.master.name == "none":

@@ -132,12 +132,13 @@ def _plain(key: str, value: Any) -> Any:
     return value
 
 
-def check_parameter(name: str, p: Tensor) -> None:
-    """Refuses parameters that no kernel can update.
+def check_parameter(name: str, p: Tensor, *, steps: bool = False) -> None:
+    """Refuses parameters that no kernel can update; a frozen one may be of any kind until it gets a gradient.
 
     Args:
         name: The parameter's name.
         p: The parameter.
+        steps: Whether it is about to be stepped, frozen or not.
 
     Raises:
         TypeError: It is sharded, or not a dense float32, bfloat16 or float16 tensor whose elements have memory of their
@@ -148,6 +149,8 @@ def check_parameter(name: str, p: Tensor) -> None:
             f"parameter {name} is a DTensor (FSDP2 or tensor parallel): sharded parameters cannot be stepped yet; "
             "train with DDP, or step them with one of torch's own optimizers"
         )
+    if not (p.requires_grad or steps):
+        return
     if p.dtype not in PARAM_DTYPES:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in PARAM_DTYPES)
         raise TypeError(f"parameter {name} is {p.dtype}: must be one of {known}; leave it out of the optimizer")

@@ -62,7 +62,8 @@ class FusedSGD(FusedOptimizer):
             return RULES["sgd"]
         return RULES["sgd_nesterov" if group["nesterov"] else "sgd_momentum"]
 
-    def _check_group(self, group: Mapping[str, Any]) -> None:
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        """See ``FusedOptimizer.check_group``."""
         for key in ("lr", "weight_decay"):
             number(group, key)
         check_nesterov(group)

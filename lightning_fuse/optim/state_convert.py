@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_fuse.formats.format import Codec, Place, decode_moment, encode_moment, extremes
+from lightning_fuse.formats.format import Codec, DitherKey, decode_moment, encode_moment, extremes
 from lightning_fuse.formats.master import MasterFormat
 from lightning_fuse.optim.state_foreign import Mapped
 from lightning_fuse.optim.state_match import Incoming
@@ -74,15 +74,15 @@ def converted(planned: Planned, saved: Keeping, here: Keeping, step: Tensor) -> 
     Returns:
         Every tensor of its state as this optimizer keeps it.
     """
-    place = Place(int(step))
+    key = DitherKey(int(step))
     return {
         "step": step,
-        **_moments(planned, saved, here, place),
-        **_master(planned, saved.master, here.master, place),
+        **_moments(planned, saved, here, key),
+        **_master(planned, saved.master, here.master, key),
     }
 
 
-def _moments(planned: Planned, saved: Keeping, here: Keeping, place: Place) -> dict[str, Tensor]:
+def _moments(planned: Planned, saved: Keeping, here: Keeping, key: DitherKey) -> dict[str, Tensor]:
     """The parts of every moment; those that are kept alike here keep their bits."""
     shape, device, held = tuple(planned.item.param.shape), planned.item.param.device, planned.item.state
     # Device first: what a codec computes is the same on all, but it computes with what lies together.
@@ -94,17 +94,19 @@ def _moments(planned: Planned, saved: Keeping, here: Keeping, place: Place) -> d
     lost: list[str] = []
     now: list[tuple[Tensor, ...]] = [()] * len(names)
     same = [False] * len(names)
-    for i in sorted(range(len(names)), key=lambda i: bool(here.moments[i].unit)):
-        unit, codec = here.moments[i].unit, here.codecs[i]
-        place_of_unit = names.index(unit) if unit else i
+    for i in sorted(range(len(names)), key=lambda i: bool(here.moments[i].normalizer)):
+        unit, codec = here.moments[i].normalizer, here.codecs[i]
+        normalizer_index = names.index(unit) if unit else i
         alike = saved.codecs[i].name == codec.name
-        same[i] = alike and (not (codec.scaled and unit) or (saved.moments[i].unit == unit and same[place_of_unit]))
+        same[i] = alike and (
+            not (codec.scaled and unit) or (saved.moments[i].normalizer == unit and same[normalizer_index])
+        )
         if same[i]:
             now[i] = stored[i]
             continue
-        values = {k: decode_moment(k, saved.moments, saved.codecs, stored) for k in {i, place_of_unit}}
-        now[i] = encode_moment(i, here.moments, here.codecs, values, place)
-        kept = here.codecs[place_of_unit].root(now[place_of_unit]) if unit else None
+        values = {k: decode_moment(k, saved.moments, saved.codecs, stored) for k in {i, normalizer_index}}
+        now[i] = encode_moment(i, here.moments, here.codecs, values, key)
+        kept = here.codecs[normalizer_index].sqrt_decoded(now[normalizer_index]) if unit else None
         distance = _distance(codec.decode(now[i], kept), values[i])
         lost += [f"{names[i]} {distance}"] if distance else []
     if not all(same):
@@ -116,7 +118,7 @@ def _moments(planned: Planned, saved: Keeping, here: Keeping, place: Place) -> d
     }
 
 
-def _master(planned: Planned, saved: MasterFormat, here: MasterFormat, place: Place) -> dict[str, Tensor]:
+def _master(planned: Planned, saved: MasterFormat, here: MasterFormat, key: DitherKey) -> dict[str, Tensor]:
     """The parts of the master weight, and what happened to it. The parameter itself is the model's, and stays."""
     param, shape, name = planned.item.param, tuple(planned.item.param.shape), planned.item.name
     kept = tuple(_on(param.device, planned.item.state[part.suffix], part.dtype) for part in saved.parts(shape))
@@ -136,7 +138,7 @@ def _master(planned: Planned, saved: MasterFormat, here: MasterFormat, place: Pl
         now = here.start(param)
         lost = "starts from the parameter" if here.name != "none" else "what lies below the parameter's dtype is lost"
     else:
-        now = here.fit(weight, param, place)
+        now = here.fit(weight, param, key)
         lost = _what_a_weight_loses(weight, here.join(param, now))
     planned.notes.append(f"master {saved.name} -> {here.name} ({lost})")
     return {part.suffix: tensor for part, tensor in zip(here.parts(shape), now, strict=True)}

@@ -59,8 +59,8 @@ class Mapped(NamedTuple):
             "fits no block size; it is damaged"
         )
 
-    def fault(self, *, signed: bool) -> str:
-        """What no optimizer can have left in it; see ``Codec.fault``."""
+    def validate(self, *, signed: bool) -> str:
+        """What no optimizer can have left in it; see ``Codec.validate``."""
         low, high = extremes(self.table)
         smallest, largest = extremes(self.largest)
         if not all(map(math.isfinite, (low, high, smallest, largest))):

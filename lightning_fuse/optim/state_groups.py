@@ -64,7 +64,7 @@ def group_numbers(
             _note_differences(number, group, saved, options, result)
             numbers.update(_numbers_of(saved, options))
         merged = {key: value for key, value in numbers.items() if key not in NO_NUMBERS}
-        optimizer._check_group(plain_numbers(merged))
+        optimizer.check_group(plain_numbers(merged))
         result.groups.append(merged)
     return result
 

@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_fuse.formats.versions import FORMAT_VERSION
+from lightning_fuse.kernels.kernel import ParamSpec
 from lightning_fuse.optim.load_options import LoadOptions, LoadReport
+from lightning_fuse.optim.param_states import ensure_states
 from lightning_fuse.optim.state_convert import Planned
 from lightning_fuse.optim.state_foreign import in_torchs_words
 from lightning_fuse.optim.state_groups import GroupNumbers, group_numbers, take_over
@@ -45,7 +47,7 @@ def describe(optimizer: FusedOptimizer, packed: dict[str, Any]) -> dict[str, Any
     Returns:
         The same dict with the entry ``lightning_fuse``.
     """
-    members = optimizer._members()
+    specs = optimizer.specs()
     # torch keeps steps as float32 and its own optimizers cannot count up an integer; float32 is exact up to 2^24.
     packed["state"] = {
         index: {**held, "step": held["step"].to(torch.float32)} if int(held.get("step", 2**24)) < 2**24 else held
@@ -53,9 +55,9 @@ def describe(optimizer: FusedOptimizer, packed: dict[str, Any]) -> dict[str, Any
     }
     packed[ENTRY] = {
         "format_version": FORMAT_VERSION,
-        "rules": [optimizer._rule_of(group, p).name for group, _, p in members],
-        "formats": [optimizer._format(group, name, p).name for group, name, p in members],
-        "masters": [optimizer._master(p).name for _, _, p in members],
+        "rules": [spec.rule.name for spec in specs],
+        "formats": [spec.state_format.name for spec in specs],
+        "masters": [spec.master.name for spec in specs],
     }
     return packed
 
@@ -168,9 +170,9 @@ def _prepare(optimizer: FusedOptimizer, numbers: GroupNumbers, planned: Sequence
     try:
         for group, now in zip(optimizer.param_groups, numbers.groups, strict=True):
             take_over(group, now)
-        optimizer._reset_caches()
-        _drop_unwanted(optimizer, [entry.item for entry in planned])
-        optimizer._ensure_state()
+        optimizer.reset_caches()
+        _drop_unwanted(optimizer, planned)
+        ensure_states([_spec(optimizer, entry.item) for entry in planned if not entry.fresh], optimizer.state)
     except BaseException:
         for group, before in groups:
             group.clear()
@@ -182,7 +184,7 @@ def _prepare(optimizer: FusedOptimizer, numbers: GroupNumbers, planned: Sequence
                 optimizer.state[p] = held[p]
             else:
                 del optimizer.state[p]
-        optimizer._reset_caches()
+        optimizer.reset_caches()
         raise
 
 
@@ -190,26 +192,25 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.numel() == 1
 
 
-def _drop_unwanted(optimizer: FusedOptimizer, incoming: Sequence[Incoming]) -> None:
-    """Drops what the rule that comes with the numbers does not keep (amsgrad's largest moment, a buffer)."""
-    for item in incoming:
-        if item.param in optimizer.state:
-            held = optimizer.state[item.param]
-            wanted = {request.key for request in optimizer._requests(item.group, item.name, item.param)}
+def _drop_unwanted(optimizer: FusedOptimizer, planned: Sequence[Planned]) -> None:
+    """Drops the state of what starts anew, and what the rule that comes with the numbers does not keep."""
+    for entry in planned:
+        if entry.fresh:
+            optimizer.state.pop(entry.item.param, None)
+        elif entry.item.param in optimizer.state:
+            held, wanted = optimizer.state[entry.item.param], _spec(optimizer, entry.item).tensors
             for key in [key for key in held if key not in wanted]:
                 del held[key]
 
 
+def _spec(optimizer: FusedOptimizer, item: Incoming) -> ParamSpec:
+    return optimizer.spec_of(item.group, item.name, item.param)
+
+
 def _fill(optimizer: FusedOptimizer, entry: Planned) -> None:
-    """Copies or converts one parameter's state; a fresh one starts with what a first step would find."""
-    held, param = optimizer.state[entry.item.param], entry.item.param
-    if entry.fresh:
-        for tensor in held.values():
-            tensor.zero_()
-        master = optimizer._master(param)
-        for part, value in zip(master.parts(tuple(param.shape)), master.start(param), strict=True):
-            held[part.suffix].copy_(value)
-    else:
+    """Copies or converts one parameter's state."""
+    if not entry.fresh:
+        held = optimizer.state[entry.item.param]
         for key, value in entry.tensors().items():
             held[key].copy_(value)
 

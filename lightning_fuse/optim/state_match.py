@@ -74,7 +74,7 @@ def match(optimizer: FusedOptimizer, state_dict: Mapping[str, Any], options: Loa
     torn = [repr(index) for index in indices if not isinstance(state.get(index, {}), Mapping)]
     if torn:
         raise ValueError(f"checkpoint holds no mapping as state {shorten(torn)}: it is damaged; load another one")
-    members = optimizer._members()
+    members = [(spec.group, spec.name, spec.param) for spec in optimizer.specs()]
     by_name = all("param_names" in group for group in [*saved_groups, *optimizer.param_groups])
     order: list[int | None]
     left_out: list[str] = []

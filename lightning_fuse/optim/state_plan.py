@@ -39,9 +39,9 @@ def plan(optimizer: FusedOptimizer, item: Incoming, about: Mapping[str, Any] | N
     Raises:
         ValueError: It does not fit, or is damaged.
     """
-    rule, fmt = optimizer._rule_of(item.group, item.param), optimizer._format(item.group, item.name, item.param)
-    codecs = [fmt.codec(moment) for moment in rule.moments]
-    here = Keeping(fmt.name, rule.moments, codecs, optimizer._master(item.param))
+    spec = optimizer.spec_of(item.group, item.name, item.param)
+    rule = spec.rule
+    here = Keeping(spec.state_format.name, rule.moments, list(spec.codecs), spec.master)
     planned = Planned(item)
     if item.index is None:
         planned.fresh = "the checkpoint does not hold it"
@@ -86,7 +86,7 @@ def _saved_keeping(index: int, here: Keeping, about: Mapping[str, Any]) -> Keepi
     """How the checkpoint keeps a parameter; version 1 kept every moment on its own."""
     fmt, moments, version = STATE_FORMATS[about["formats"][index]], here.moments, about["format_version"]
     if version == 1:
-        moments = [replace(moment, unit="") for moment in moments]
+        moments = [replace(moment, normalizer="") for moment in moments]
     codecs = [codec_of_version(version, fmt, moment) for moment in moments]
     return Keeping(fmt.name, moments, codecs, MASTERS[about["masters"][index]])
 
@@ -145,13 +145,13 @@ def _check_parts(item: Incoming, saved: Keeping, finite: bool) -> None:
             )
     for moment, codec in kinds:
         kept = state_tensors(moment, codec, state, shape)
-        _check_fault(item, moment, codec.fault(kept, signed=moment.signed, finite=finite))
+        _check_fault(item, moment, codec.validate(kept, signed=moment.signed, finite=finite))
 
 
 def _check_values(item: Incoming, rule: UpdateRule, finite: bool) -> None:
     """Refuses moments of another library's state dict that are not all there and sound."""
     _check_foreign(item, rule)
-    if any(moment.unit for moment in rule.moments) and "step" not in item.state:
+    if any(moment.normalizer for moment in rule.moments) and "step" not in item.state:
         raise ValueError(
             f"checkpoint holds no step for {item.name}, and the rule {rule.name} corrects its moments by it: "
             "it belongs to another optimizer"
@@ -159,9 +159,9 @@ def _check_values(item: Incoming, rule: UpdateRule, finite: bool) -> None:
     for moment in rule.moments:
         value = item.state.get(moment.name)
         if isinstance(value, Mapped):
-            fault = value.fault(signed=moment.signed)
+            fault = value.validate(signed=moment.signed)
         elif isinstance(value, Tensor) and value.shape == item.param.shape and value.is_floating_point():
-            fault = Float32().fault((value,), signed=moment.signed, finite=finite)
+            fault = Float32().validate((value,), signed=moment.signed, finite=finite)
         else:
             raise ValueError(
                 f"checkpoint holds {sorted(item.state)} for {item.name}, the rule {rule.name} needs {moment.name} "

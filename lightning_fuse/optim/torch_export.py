@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from lightning_fuse.formats.format import decode_moments, state_tensors
+from lightning_fuse.formats.format import decode_moments
+from lightning_fuse.kernels.kernel import ParamState
 from lightning_fuse.optim.settings import plain_numbers
 from lightning_fuse.optim.state_groups import NO_NUMBERS
 
@@ -62,28 +63,23 @@ def to_torch_state(optimizer: FusedOptimizer) -> dict[str, Any]:
         ValueError: torch has no such optimizer.
     """
     # torch's own packing gives indices; its hooks and the entry of ours are left out.
-    index_of = {p: index for index, (_, _, p) in enumerate(optimizer._members())}
+    index_of = {p: index for index, spec in enumerate(optimizer.specs()) for p in (spec.param,)}
     state: dict[int, dict[str, Tensor]] = {}
-    for group, name, p in optimizer._members():
-        held = optimizer.state.get(p, {})
+    for spec in optimizer.specs():
+        held = optimizer.state.get(spec.param, {})
         if not held or not int(held["step"]):
             continue
-        moments = _decoded(optimizer, group, name, p)
-        if torch_class(optimizer._rule(group).name) is not torch.optim.SGD:
+        moments = _decoded(ParamState.of(spec, held))
+        if torch_class(spec.rule.name) is not torch.optim.SGD:
             moments["step"] = held["step"].to("cpu", torch.float32)
         if moments:
-            state[index_of[p]] = moments
+            state[index_of[spec.param]] = moments
     return {"state": state, "param_groups": [_group(optimizer, group, index_of) for group in optimizer.param_groups]}
 
 
-def _decoded(optimizer: FusedOptimizer, group: dict[str, Any], name: str, p: Tensor) -> dict[str, Tensor]:
-    moments, fmt = optimizer._rule_of(group, p).moments, optimizer._format(group, name, p)
-    codecs = [fmt.codec(moment) for moment in moments]
-    kept = [
-        state_tensors(moment, codec, optimizer.state[p], tuple(p.shape))
-        for moment, codec in zip(moments, codecs, strict=True)
-    ]
-    values = decode_moments(moments, codecs, kept)
+def _decoded(state: ParamState) -> dict[str, Tensor]:
+    moments = state.spec.rule.moments
+    values = decode_moments(moments, state.spec.codecs, state.moments)
     # float32 state is decoded as it is, and what is handed out must not change with the next step.
     return {moment.name: value.clone() for moment, value in zip(moments, values, strict=True)}
 

@@ -293,7 +293,7 @@ def _arguments(cls: type[FusedOptimizer]) -> set[str]:
 
 def _check_same(old: FusedOptimizer, spec: OptimizerSpec) -> None:
     """Refuses a spec that contradicts one of our optimizers that the module built itself."""
-    found = {"state": old._selection.spec, "master": old.master, "kernel": old._kernel_word}
+    found = {"state": old.state_spec, "master": old.master, "kernel": old.kernel_word}
     for key, wanted in spec.choices().items():
         if wanted != found[key]:
             raise ValueError(

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_fuse.rules.rule import Moment, UpdateRule, power, sqrt
 
-EXP_AVG = Moment("exp_avg", signed=True, unit="exp_avg_sq")
+EXP_AVG = Moment("exp_avg", signed=True, normalizer="exp_avg_sq")
 EXP_AVG_SQ = Moment("exp_avg_sq", signed=False)
 MAX_EXP_AVG_SQ = Moment("max_exp_avg_sq", signed=False)
 

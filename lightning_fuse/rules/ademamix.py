@@ -33,7 +33,7 @@ from torch import Tensor
 from lightning_fuse.rules.adamw import EXP_AVG, EXP_AVG_SQ
 from lightning_fuse.rules.rule import Moment, UpdateRule, power, sqrt
 
-EXP_AVG_SLOW = Moment("exp_avg_slow", signed=True, unit="exp_avg_sq")
+EXP_AVG_SLOW = Moment("exp_avg_slow", signed=True, normalizer="exp_avg_sq")
 
 LOG_2 = 0.6931471805599453
 LOG_TERMS = 18  # of the series of log: its argument is at most 1/3, so the rest is below 2^-57

@@ -32,7 +32,7 @@ class Moment:
 
     name: str
     signed: bool
-    unit: str = ""
+    normalizer: str = ""
 
 
 class UpdateRule(ABC):

@@ -12,14 +12,14 @@ from torch.nn import Parameter
 
 from lightning_fuse import FusedAdam, FusedAdamW, FusedLAMB, FusedLARS, FusedLion, FusedSGD
 from lightning_fuse.formats import STATE_FORMATS
-from lightning_fuse.kernels import KERNELS, Work
+from lightning_fuse.kernels import KERNELS, ParamUpdate
 from lightning_fuse.optim import FusedOptimizer
 from lightning_fuse.rules import RULES
 from tests.kernels import twins
 from tests.kernels.twins import BF16, F16, F32, Case
 from tests.tolerances import UNIT_STEP
 
-MISSING = KERNELS["native"].missing()
+MISSING = KERNELS["native"].unavailable_reason()
 KERNEL = pytest.mark.parametrize(
     "kernel", ["reference", pytest.param("native", marks=pytest.mark.skipif(bool(MISSING), reason=MISSING))]
 )
@@ -123,11 +123,11 @@ def test_case_35_dtypes(kernel: str, of_param: torch.dtype, of_grad: torch.dtype
     """float32 maths and one rounding."""
     for rule in MAKERS:
         start, grad = torch.randn(3, 140).to(of_param), torch.randn(3, 140).to(of_grad)
-        mixed = twins.make_slot(start, PLAIN._replace(rule=rule, dtype=of_param))
-        exact = twins.make_slot(start.float(), PLAIN._replace(rule=rule))
-        KERNELS[kernel].step([Work(mixed, grad, twins.GROUP)], None, None)
-        KERNELS[kernel].step([Work(exact, grad.float(), twins.GROUP)], None, None)
-        assert torch.equal(mixed.param, exact.param.to(of_param))
+        mixed = twins.make_state(start, PLAIN._replace(rule=rule, dtype=of_param))
+        exact = twins.make_state(start.float(), PLAIN._replace(rule=rule))
+        KERNELS[kernel].step([ParamUpdate(mixed, grad, twins.GROUP)], None, None)
+        KERNELS[kernel].step([ParamUpdate(exact, grad.float(), twins.GROUP)], None, None)
+        assert torch.equal(mixed.spec.param, exact.spec.param.to(of_param))
 
 
 @KERNEL
@@ -254,13 +254,13 @@ def test_case_45_dither_is_no_random_number(kernel: str, rule: str, state: str, 
     def run(cuts: list[int], seed: int, threads: int) -> list[Tensor]:
         ends = [*cuts, shape[0]]
         begins = [0, *cuts]
-        slots = [twins.make_slot(start[a:b], case, a * shape[1]) for a, b in zip(begins, ends, strict=True)]
+        slots = [twins.make_state(start[a:b], case, a * shape[1]) for a, b in zip(begins, ends, strict=True)]
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
             for grad in grads:
                 torch.manual_seed(seed)
-                work = [Work(s, grad[a:b], twins.GROUP) for s, a, b in zip(slots, begins, ends, strict=True)]
+                work = [ParamUpdate(s, grad[a:b], twins.GROUP) for s, a, b in zip(slots, begins, ends, strict=True)]
                 KERNELS[kernel].step(work, None, None)
         finally:
             torch.set_num_threads(before)

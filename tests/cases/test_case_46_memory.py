@@ -48,7 +48,7 @@ print(status("VmHWM") - before, sum(p.nbytes for p in params))
 """
 
 LINUX = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measured as Linux does it")
-NATIVE = pytest.mark.skipif(bool(KERNELS["native"].missing()), reason=KERNELS["native"].missing())
+NATIVE = pytest.mark.skipif(bool(KERNELS["native"].unavailable_reason()), reason=KERNELS["native"].unavailable_reason())
 
 
 # The reference's temporary tensors: two dozen slices of 16,384 float32 (1.5 MiB), or for norms pieces of 65,536, joined

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_fuse.formats import STATE_FORMATS, Place, StateFormat
+from lightning_fuse.formats import STATE_FORMATS, DitherKey, StateFormat
 from tests.formats.values import SHAPES, as_rows, block_slices, largest_of_block, moments
 from tests.tolerances import DITHER_MEAN, U, int8_quotient_bound
 
@@ -21,7 +21,7 @@ EVERY_SHAPE = pytest.mark.parametrize("shape", SHAPES, ids=str)
 @EVERY_SHAPE
 def test_the_signed_scale_is_the_largest_magnitude(shape: tuple[int, ...]) -> None:
     values = moments(shape, True)
-    scales = SIGNED.encode(values, Place(1))[1].flatten()
+    scales = SIGNED.encode(values, DitherKey(1))[1].flatten()
     for scale, (row, columns) in zip(scales, block_slices(shape), strict=True):
         assert scale == as_rows(values)[row, columns].abs().max()
 
@@ -42,7 +42,7 @@ def split(stored: Tensor) -> tuple[Tensor, Tensor]:
 @EVERY_SHAPE
 def test_the_unsigned_scale_is_a_little_above_the_largest_root(shape: tuple[int, ...]) -> None:
     values = moments(shape, False)
-    scales, kinds = split(UNSIGNED.encode(values, Place(1))[1].flatten())
+    scales, kinds = split(UNSIGNED.encode(values, DitherKey(1))[1].flatten())
     for scale, kind, (row, columns) in zip(scales, kinds, block_slices(shape), strict=True):
         roots = as_rows(values)[row, columns].double().sqrt().float()
         if not roots.any():
@@ -58,7 +58,7 @@ def seconds(shape: tuple[int, ...], kind: int, seed: int = 0) -> Tensor:
     roots = (1.3 / 32, 1.3 / 512, 2.0**-17)[kind] ** middle
     roots = torch.where(torch.rand(shape, generator=generator) < 0.05, 0.0, roots)
     roots[..., 0], roots[..., -1] = 1.0, (1.7 / 30, 1.7 / 500, 2.0**-14)[kind]
-    assert set(split(UNSIGNED.encode(roots * roots, Place(1))[1])[1].flatten().tolist()) >= {kind}
+    assert set(split(UNSIGNED.encode(roots * roots, DitherKey(1))[1])[1].flatten().tolist()) >= {kind}
     return roots * roots
 
 
@@ -95,7 +95,7 @@ def gaps(roots: Tensor, scale: Tensor, kinds: Tensor) -> Tensor:
 
 @EVERY_KIND
 def test_codes_are_those_of_the_definition(kind: int) -> None:
-    values, place = seconds((8, 129), kind, seed=3), Place(7)
+    values, place = seconds((8, 129), kind, seed=3), DitherKey(7)
     codes, stored = UNSIGNED.encode(values, place)
     scales, kinds = split(stored.flatten())
     for scale, of_block, (row, columns) in zip(scales, kinds, block_slices((8, 129)), strict=True):
@@ -113,25 +113,27 @@ def test_no_code_runs_over() -> None:
             roots = (steps * near).float().view(-1, 1) * torch.tensor([1.0, smallest]).expand(len(steps), 2)
             seen = []
             for step in range(1, 40):
-                codes, scale = UNSIGNED.encode(roots * roots, Place(step))
+                codes, scale = UNSIGNED.encode(roots * roots, DitherKey(step))
                 exact = (roots * roots).sqrt()
-                assert (UNSIGNED.root((codes, scale))[:, 0] > 0.9 * exact[:, 0]).all()  # it would wrap to nearly 0
+                assert (
+                    UNSIGNED.sqrt_decoded((codes, scale))[:, 0] > 0.9 * exact[:, 0]
+                ).all()  # it would wrap to nearly 0
                 seen.append(codes[:, 0].max().item())
             assert max(seen) >= 240
 
 
 def test_codes_use_their_range_and_no_more() -> None:
     for step in range(1, 30):
-        codes = SIGNED.encode(moments((8, 512), True), Place(step))[0]
+        codes = SIGNED.encode(moments((8, 512), True), DitherKey(step))[0]
         assert codes.dtype == torch.int8
         assert codes.abs().max() == 127
         assert codes.min() >= -127
-        assert UNSIGNED.encode(moments((8, 512), False), Place(step))[0].dtype == torch.uint8
+        assert UNSIGNED.encode(moments((8, 512), False), DitherKey(step))[0].dtype == torch.uint8
 
 
 def test_the_largest_value_comes_back_as_itself() -> None:
     values = moments((8, 128), True)
-    back = SIGNED.decode(SIGNED.encode(values, Place(4)))
+    back = SIGNED.decode(SIGNED.encode(values, DitherKey(4)))
     where = values.abs().argmax(dim=1, keepdim=True)
     torch.testing.assert_close(back.gather(1, where), values.gather(1, where), rtol=8 * U, atol=0)
 
@@ -141,15 +143,15 @@ def test_a_positive_second_moment_never_becomes_zero(small: float) -> None:
     values = torch.full((1, 128), small)
     values[0, 0] = 1.0
     for step in range(1, 300):
-        codes = UNSIGNED.encode(values, Place(step))[0]
+        codes = UNSIGNED.encode(values, DitherKey(step))[0]
         assert (codes > 0).all()
-        assert (UNSIGNED.decode(UNSIGNED.encode(values, Place(step))) > 0).all()
+        assert (UNSIGNED.decode(UNSIGNED.encode(values, DitherKey(step))) > 0).all()
 
 
 @pytest.mark.parametrize("power", [-40, -12, -1, 1, 5, 24])
 def test_multiplying_gradients_by_a_power_of_two_changes_no_code(power: int) -> None:
     """m scales by 2^k and v by 4^k; scales follow exactly, and the quotients of the two stay as they are."""
-    m, step, factor = moments((24, 300), True, spread=1.0), Place(11), 2.0**power
+    m, step, factor = moments((24, 300), True, spread=1.0), DitherKey(11), 2.0**power
     v = torch.cat([seconds((8, 300), kind) for kind in range(3)])
     parts, grown = UNSIGNED.encode(v, step), UNSIGNED.encode(v * factor**2, step)
     assert set(split(parts[1])[1].unique().tolist()) == {0, 1, 2}
@@ -169,7 +171,7 @@ def test_the_mean_of_momentum_over_steps_is_right() -> None:
     values = torch.linspace(0.02, 1.0, 512).square().square().view(4, 128)
     sums, count = torch.zeros(values.shape, dtype=torch.float64), 100
     for step in range(1, count + 1):
-        codes, scale = SIGNED.encode(values, Place(step))
+        codes, scale = SIGNED.encode(values, DitherKey(step))
         sums += codes.double()
     exact = (values.double() / scale.double()).sqrt() * 127
     inside = (exact < 126) & (exact > 1)
@@ -184,8 +186,8 @@ def test_the_mean_of_roots_over_steps_is_right(kind: int) -> None:
     values, count = seconds((8, 128), kind, seed=5), 100
     sums = torch.zeros(values.shape, dtype=torch.float64)
     for step in range(1, count + 1):
-        parts = UNSIGNED.encode(values, Place(step))
-        sums += UNSIGNED.root(parts).double()
+        parts = UNSIGNED.encode(values, DitherKey(step))
+        sums += UNSIGNED.sqrt_decoded(parts).double()
     scale, kinds = split(parts[1])
     assert (kinds == kind).all()
     exact = values.double().sqrt()
@@ -198,7 +200,7 @@ def test_a_slow_decay_is_followed_and_nearest_rounding_sticks() -> None:
     """v decays by 0.1 % a step beside one element that holds the scale up: 2,000 steps take it to 0.135."""
 
     def to_nearest(values: Tensor, scale: Tensor) -> Tensor:
-        levels = UNSIGNED.root((torch.arange(256).to(torch.uint8).view(2, 128), scale.expand(2, 1)))
+        levels = UNSIGNED.sqrt_decoded((torch.arange(256).to(torch.uint8).view(2, 128), scale.expand(2, 1)))
         return (values.sqrt().view(-1, 1) - levels.view(1, -1)).abs().argmin(dim=1).to(torch.uint8).view(1, 128)
 
     def decay(rounded_to_nearest: bool) -> Tensor:
@@ -206,7 +208,7 @@ def test_a_slow_decay_is_followed_and_nearest_rounding_sticks() -> None:
         values[0, 0] = 1.0
         for step in range(1, 2001):
             values = torch.where(torch.arange(128) == 0, 1.0, values * 0.999)
-            codes, scale = UNSIGNED.encode(values, Place(step))
+            codes, scale = UNSIGNED.encode(values, DitherKey(step))
             if rounded_to_nearest:
                 codes = to_nearest(values, scale)
             values = UNSIGNED.decode((codes, scale))
@@ -219,8 +221,8 @@ def test_a_slow_decay_is_followed_and_nearest_rounding_sticks() -> None:
 
 def test_the_scale_stands_still_while_values_move_a_little() -> None:
     values = moments((64, 128), False)
-    before = UNSIGNED.encode(values, Place(1))[1]
-    after = UNSIGNED.encode(values * 0.999, Place(2))[1]
+    before = UNSIGNED.encode(values, DitherKey(1))[1]
+    after = UNSIGNED.encode(values * 0.999, DitherKey(2))[1]
     # A block's root moves by 0.0007 of an octave: of steps of a quarter of an octave 0.3 % change.
     assert (before != after).float().mean() < 0.05
 
@@ -240,7 +242,7 @@ def test_one_small_root_decides_how_fine_levels_are(smallest: float, kind: int) 
     roots[0, 0], roots[0, 7] = 1.0, 1.25 * smallest
     squares = roots.double().square()
     assert torch.equal(squares.float().sqrt(), roots)
-    scale, found = split(UNSIGNED.encode(squares.float(), Place(1))[1])
+    scale, found = split(UNSIGNED.encode(squares.float(), DitherKey(1))[1])
     assert (scale.item(), found.item()) == (1.25, kind)
 
 
@@ -249,9 +251,9 @@ def test_levels_are_not_rounded_again(kind: int) -> None:
     """What was read back is written as it was, at any step: only what changes is rounded."""
     values = seconds((16, 128), kind, seed=2)
     for step in range(1, 40):
-        codes, scale = UNSIGNED.encode(values, Place(step))
-        back = UNSIGNED.root((codes, scale))
-        again = UNSIGNED.encode((back.double() ** 2).float(), Place(step + 1))
+        codes, scale = UNSIGNED.encode(values, DitherKey(step))
+        back = UNSIGNED.sqrt_decoded((codes, scale))
+        again = UNSIGNED.encode((back.double() ** 2).float(), DitherKey(step + 1))
         exact = (back.double() ** 2).float().sqrt() == back
         same = (again[1] == scale).expand(codes.shape) & exact
         assert same.float().mean() > 0.6
@@ -262,9 +264,9 @@ def test_levels_are_not_rounded_again(kind: int) -> None:
 def test_a_root_errs_by_one_level_of_its_kind(kind: int) -> None:
     values = seconds((16, 300), kind, seed=4)
     for step in range(1, 20):
-        codes, stored = UNSIGNED.encode(values, Place(step))
+        codes, stored = UNSIGNED.encode(values, DitherKey(step))
         scale, kinds = (x.repeat_interleave(128, 1)[:, :300] for x in split(stored))
-        exact, found = values.double().sqrt(), UNSIGNED.root((codes, stored)).double()
+        exact, found = values.double().sqrt(), UNSIGNED.sqrt_decoded((codes, stored)).double()
         below = (exact > 0) & (exact < LAST * scale) & (kinds == 2)
         assert ((found[below] / (LAST * scale)[below] - 1).abs() < 0.06).all()
         assert bool(below.any()) == (kind == 2)
@@ -289,7 +291,7 @@ def test_a_root_errs_by_one_level_of_its_kind(kind: int) -> None:
 )
 def test_a_scale_that_no_block_has_is_a_fault(bits: int, kept: bool) -> None:
     scale = torch.tensor([[bits]], dtype=torch.int32).view(torch.float32)
-    fault = UNSIGNED.fault((torch.ones(1, 128, dtype=torch.uint8), scale), signed=False, finite=True)
+    fault = UNSIGNED.validate((torch.ones(1, 128, dtype=torch.uint8), scale), signed=False, finite=True)
     assert fault == ("" if kept else "a scale that no block has")
 
 
@@ -298,8 +300,8 @@ def test_a_scale_that_no_block_has_is_a_fault(bits: int, kept: bool) -> None:
 
 def test_a_moment_with_a_unit_errs_by_a_code_of_the_quotient() -> None:
     m, v = moments((16, 300), True), moments((16, 300), False, seed=1)
-    root = UNSIGNED.root(UNSIGNED.encode(v, Place(3)))
-    back = SIGNED.decode(SIGNED.encode(m, Place(3), root), root)
+    root = UNSIGNED.sqrt_decoded(UNSIGNED.encode(v, DitherKey(3)))
+    back = SIGNED.decode(SIGNED.encode(m, DitherKey(3), root), root)
     quotient = torch.where(root > 0, m / root, 0.0)
     bound = int8_quotient_bound(quotient, largest_of_block(quotient)) * root.double() * (1 + 8 * U)
     assert ((back.double() - quotient.double() * root.double()).abs() <= bound).all()
@@ -313,7 +315,7 @@ def test_quotients_use_their_range_and_no_more() -> None:
     quotients = size * torch.tensor([1.0, -1.0] * 64)
     lowest, highest = 0, 0
     for step in range(1, 60):
-        codes, scale = SIGNED.encode(quotients, Place(step), torch.ones_like(quotients))
+        codes, scale = SIGNED.encode(quotients, DitherKey(step), torch.ones_like(quotients))
         assert torch.equal(scale, size)
         assert (codes.abs() >= 126).all()
         assert torch.equal(codes.sign(), quotients.sign().to(torch.int8))
@@ -325,7 +327,7 @@ def test_the_mean_of_quotients_over_steps_is_right() -> None:
     quotients = torch.linspace(-1.0, 1.0, 512).view(4, 128)
     sums, count = torch.zeros(quotients.shape, dtype=torch.float64), 100
     for step in range(1, count + 1):
-        codes, scale = SIGNED.encode(quotients, Place(step), torch.ones_like(quotients))
+        codes, scale = SIGNED.encode(quotients, DitherKey(step), torch.ones_like(quotients))
         sums += codes.double()
     exact = quotients.double() / scale.double() * 127
     assert (sums / count - exact).abs().max() < DITHER_MEAN
@@ -335,7 +337,7 @@ def test_the_mean_of_quotients_over_steps_is_right() -> None:
 @pytest.mark.parametrize(("largest", "kept"), [(2.0**-64, True), (2.0**-64 * (1 - U), False), (1e-40, False)])
 def test_quotients_of_nothing_are_nothing(largest: float, kept: bool) -> None:
     quotients = largest * torch.linspace(-1.0, 1.0, 128).view(1, 128)
-    codes, scale = SIGNED.encode(quotients, Place(5), torch.ones_like(quotients))
+    codes, scale = SIGNED.encode(quotients, DitherKey(5), torch.ones_like(quotients))
     assert bool(codes.any()) == bool(scale.any()) == kept
 
 
@@ -344,13 +346,13 @@ def test_without_a_usable_unit_nothing_is_kept(bad: float) -> None:
     m, root = torch.linspace(-1.0, 1.0, 256).view(2, 128), torch.ones(2, 128)
     clean = m.clone()
     clean[1, 5], root[1, 5] = 0.0, bad
-    parts, expected = SIGNED.encode(m, Place(2), root), SIGNED.encode(clean, Place(2), torch.ones(2, 128))
+    parts, expected = SIGNED.encode(m, DitherKey(2), root), SIGNED.encode(clean, DitherKey(2), torch.ones(2, 128))
     assert all(torch.equal(a, b) for a, b in zip(parts, expected, strict=True))
     assert torch.equal(SIGNED.decode(parts, root), SIGNED.decode(expected, torch.ones(2, 128)))
 
 
 @pytest.mark.parametrize("fmt", STATE_FORMATS.values(), ids=list(STATE_FORMATS))
 def test_the_root_is_that_of_what_is_read_back(fmt: StateFormat) -> None:
-    parts = fmt.unsigned.encode(moments((8, 300), False), Place(4))
+    parts = fmt.unsigned.encode(moments((8, 300), False), DitherKey(4))
     exact = fmt.unsigned.decode(parts).double().sqrt()
-    assert torch.equal(fmt.unsigned.root(parts), exact.float())
+    assert torch.equal(fmt.unsigned.sqrt_decoded(parts), exact.float())

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_fuse.formats import MASTERS, Place
+from lightning_fuse.formats import MASTERS, DitherKey
 from lightning_fuse.formats.master import CANONICAL_NAN, canonical_nan
 from lightning_fuse.formats.rounding import bits_to_float, float_bits
 
@@ -28,7 +28,7 @@ def test_split_keeps_every_bit() -> None:
     split, bits = MASTERS["split"], hard_patterns()
     weight = bits_to_float(bits)
     for step in (1, 9):
-        param, parts = split.split(weight, BF16, Place(step))
+        param, parts = split.split(weight, BF16, DitherKey(step))
         assert param.dtype == BF16
         assert parts[0].dtype == torch.int16
         assert torch.equal(float_bits(split.join(param, parts)), bits)
@@ -38,7 +38,7 @@ def test_split_shows_the_nearest_bf16() -> None:
     """Ties go away from zero, so the parameter is one of the two nearest and never farther than torch's cast."""
     weight = bits_to_float(hard_patterns())
     weight = weight[weight.isfinite() & (weight.abs() < torch.finfo(BF16).max)]
-    param, _ = MASTERS["split"].split(weight, BF16, Place(1))
+    param, _ = MASTERS["split"].split(weight, BF16, DitherKey(1))
     ours, torchs = (param.double() - weight.double()).abs(), (weight.to(BF16).double() - weight.double()).abs()
     assert torch.equal(ours, torchs)
 
@@ -49,11 +49,11 @@ def test_a_nan_is_seen_in_the_parameter() -> None:
     clean = canonical_nan(nan)
     assert (float_bits(clean) == CANONICAL_NAN).all()
     for name in ("split", "split8", "fp32", "none"):
-        param, parts = MASTERS[name].split(clean, BF16, Place(1))
+        param, parts = MASTERS[name].split(clean, BF16, DitherKey(1))
         assert param.isnan().all()
         assert MASTERS[name].join(param, parts).isnan().all()
     # The control: without it, the first of them would be stored as -0.
-    assert not MASTERS["split"].split(nan[:1], BF16, Place(1))[0].isnan().any()
+    assert not MASTERS["split"].split(nan[:1], BF16, DitherKey(1))[0].isnan().any()
     other = torch.tensor([0.0, -0.0, 1.0, torch.inf])
     assert torch.equal(float_bits(canonical_nan(other)), float_bits(other))
 
@@ -61,7 +61,7 @@ def test_a_nan_is_seen_in_the_parameter() -> None:
 def test_split8_keeps_24_bits() -> None:
     bits = hard_patterns() & ~0xFF
     weight = bits_to_float(bits)
-    param, parts = MASTERS["split8"].split(weight, BF16, Place(3))
+    param, parts = MASTERS["split8"].split(weight, BF16, DitherKey(3))
     assert parts[0].dtype == torch.int8
     kept = float_bits(MASTERS["split8"].join(param, parts))
     finite = weight.isfinite()
@@ -75,7 +75,7 @@ def test_split8_moves_by_less_than_one_of_its_units_and_is_right_on_average() ->
     finite = (bits & 0x7FFFFFFF) + 0xFF < 0x7F800000
     count, total = 200, torch.zeros(len(bits), dtype=torch.float64)
     for step in range(1, count + 1):
-        param, parts = MASTERS["split8"].split(weight, BF16, Place(step))
+        param, parts = MASTERS["split8"].split(weight, BF16, DitherKey(step))
         moved = float_bits(MASTERS["split8"].join(param, parts)) - bits
         assert moved[finite].abs().max() < 256
         total += moved.double()
@@ -85,7 +85,7 @@ def test_split8_moves_by_less_than_one_of_its_units_and_is_right_on_average() ->
 def test_split8_makes_no_infinity_of_a_finite_weight() -> None:
     weight = bits_to_float(torch.tensor([0x7F7FFFFF, 0x7F7FFF01, 0xFF7FFFFF, 0x7F800000, 0xFF800000]))
     for step in range(1, 50):
-        param, parts = MASTERS["split8"].split(weight, BF16, Place(step))
+        param, parts = MASTERS["split8"].split(weight, BF16, DitherKey(step))
         joined = MASTERS["split8"].join(param, parts)
         assert torch.equal(joined.isfinite(), weight.isfinite())
         assert torch.equal(joined[3:], weight[3:])
@@ -100,7 +100,7 @@ def test_parts_start_and_split_agree(master) -> None:
             weight = master.join(param, started)
             assert weight.dtype == torch.float32
             assert torch.equal(weight, param.float())
-            again, parts = master.split(weight, dtype, Place(1))
+            again, parts = master.split(weight, dtype, DitherKey(1))
             assert again.dtype == dtype
             assert torch.equal(again, param)
             for part, a, b in zip(master.parts(shape), started, parts, strict=True):
@@ -116,7 +116,7 @@ def test_bytes_per_parameter() -> None:
 @EVERY_MASTER
 def test_a_shard_is_split_as_the_whole(master) -> None:
     weight = torch.randn(10, 33)
-    whole, parts = master.split(weight, BF16, Place(4))
-    shard, shard_parts = master.split(weight[3:7], BF16, Place(4, index_start=3 * 33))
+    whole, parts = master.split(weight, BF16, DitherKey(4))
+    shard, shard_parts = master.split(weight[3:7], BF16, DitherKey(4, first_index=3 * 33))
     assert torch.equal(whole[3:7], shard)
     assert all(torch.equal(a[3:7], b) for a, b in zip(parts, shard_parts, strict=True))

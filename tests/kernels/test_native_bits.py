@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from lightning_fuse.formats import MASTERS
-from lightning_fuse.kernels import KERNELS, Work
+from lightning_fuse.kernels import KERNELS, ParamUpdate
 from tests.kernels import twins
 from tests.kernels.twins import BF16, F16, F32, Case
 
-pytestmark = pytest.mark.skipif(bool(KERNELS["native"].missing()), reason=KERNELS["native"].missing())
+pytestmark = pytest.mark.skipif(
+    bool(KERNELS["native"].unavailable_reason()), reason=KERNELS["native"].unavailable_reason()
+)
 
-CASES = [] if KERNELS["native"].missing() else list(twins.all_pairs())
+CASES = [] if KERNELS["native"].unavailable_reason() else list(twins.all_pairs())
 PLAIN = Case("adamw", "fp32", F32, "none", F32, "contiguous", "contiguous", "baseline", 1)
 
 
@@ -66,12 +68,12 @@ def test_the_ends_of_the_range(values: str, level: str) -> None:
     twins.shared_library().set_level(level)
     try:
         for state, rule in itertools.product(("int8", "bf16"), ("adamw", "sgd_momentum")):
-            slots = [twins.make_slot(torch.randn(5, 130), PLAIN._replace(state=state, rule=rule)) for _ in range(2)]
-            slots[1].param.copy_(slots[0].param)
+            slots = [twins.make_state(torch.randn(5, 130), PLAIN._replace(state=state, rule=rule)) for _ in range(2)]
+            slots[1].spec.param.copy_(slots[0].spec.param)
             for _ in range(3):
                 grad = torch.randn(5, 130) * scale
                 for kernel, slot in zip(("native", "reference"), slots, strict=True):
-                    KERNELS[kernel].step([Work(slot, grad, twins.GROUP)], None, None)
+                    KERNELS[kernel].step([ParamUpdate(slot, grad, twins.GROUP)], None, None)
             other = twins.tensors_of(slots[1])
             assert all(twins.same_bits(t, other[name]) for name, t in twins.tensors_of(slots[0]).items())
     finally:
@@ -88,7 +90,7 @@ def test_blocks_of_all_kinds(level: str, state: str) -> None:
         for rule in ("adamw", "adam", "adamw_amsgrad", "lion"):
             case = PLAIN._replace(rule=rule, state=state)
             values = [torch.randn(shape) for shape in shapes]
-            pair = [[twins.make_slot(value, case, 1000 * i) for i, value in enumerate(values)] for _ in range(2)]
+            pair = [[twins.make_state(value, case, 1000 * i) for i, value in enumerate(values)] for _ in range(2)]
             sizes = [torch.exp(2 * i * torch.randn(shape)) for i, shape in enumerate(shapes)]
             for step in range(12):
                 grads = [torch.randn(s) * size * 10.0**-step for s, size in zip(shapes, sizes, strict=True)]
@@ -114,10 +116,10 @@ def test_every_bf16_pattern_in_loops_over_what_is_kept(level: str) -> None:
     try:
         for state, master in itertools.product(("bf16", "int8"), ("none", "split", "split8")):
             case = PLAIN._replace(state=state, master=master, dtype=BF16)
-            slots = [twins.make_slot(values, case) for _ in range(2)]
+            slots = [twins.make_state(values, case) for _ in range(2)]
             for _ in range(2):
                 for kernel, slot in zip(("native", "reference"), slots, strict=True):
-                    KERNELS[kernel].step([Work(slot, values.roll(12_345), twins.GROUP)], None, None)
+                    KERNELS[kernel].step([ParamUpdate(slot, values.roll(12_345), twins.GROUP)], None, None)
             other = twins.tensors_of(slots[1])
             assert all(twins.same_bits(t, other[name]) for name, t in twins.tensors_of(slots[0]).items()), case
     finally:
@@ -132,18 +134,18 @@ def test_every_16_bit_pattern_is_read_and_written(level: str) -> None:
     try:
         for dtype in (BF16, F16):
             values = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
-            slots = [twins.make_slot(values, PLAIN._replace(rule="sgd", dtype=dtype)) for _ in range(2)]
+            slots = [twins.make_state(values, PLAIN._replace(rule="sgd", dtype=dtype)) for _ in range(2)]
             for kernel, slot in zip(("native", "reference"), slots, strict=True):
-                KERNELS[kernel].step([Work(slot, torch.ones(values.shape), group)], None, None)
-            assert twins.same_bits(slots[0].param, slots[1].param)
+                KERNELS[kernel].step([ParamUpdate(slot, torch.ones(values.shape), group)], None, None)
+            assert twins.same_bits(slots[0].spec.param, slots[1].spec.param)
             # A float32 master between two neighbours; a step of lr 0 and no decay only rounds it.
             finite = values.float()[values.isfinite()]
             near = torch.cat([finite + (finite.roll(1) - finite) * share for share in (0.5, 0.4999, 0.5001)])
-            slot = twins.make_slot(near, PLAIN._replace(rule="sgd", dtype=dtype, master="fp32"))
-            slot.master_tensors[0].copy_(near)
+            slot = twins.make_state(near, PLAIN._replace(rule="sgd", dtype=dtype, master="fp32"))
+            slot.master[0].copy_(near)
             still = {**twins.GROUP, "lr": 0.0, "weight_decay": 0.0}
-            KERNELS["native"].step([Work(slot, torch.zeros(near.shape), still)], None, None)
-            assert twins.same_bits(slot.param, MASTERS["fp32"].split(near, dtype, None)[0])
+            KERNELS["native"].step([ParamUpdate(slot, torch.zeros(near.shape), still)], None, None)
+            assert twins.same_bits(slot.spec.param, MASTERS["fp32"].split(near, dtype, None)[0])
     finally:
         twins.shared_library().set_level(twins.shared_library().runnable[-1])
 
@@ -156,31 +158,31 @@ def test_splitting_keeps_every_bit(master: str) -> None:
     bits[:6] = torch.tensor([0, -(2**31), 0x7F800000, 0x7FC00000, 1, 0x3F808000])
     if master == "split8":
         bits &= ~0xFF
-    slot = twins.make_slot(torch.zeros(bits.shape), PLAIN._replace(rule="sgd", dtype=BF16, master=master))
+    slot = twins.make_state(torch.zeros(bits.shape), PLAIN._replace(rule="sgd", dtype=BF16, master=master))
     split, kept = MASTERS["split"].split(bits.view(F32), BF16, None)
-    slot.param.copy_(split)
-    slot.master_tensors[0].copy_(kept[0] >> 8 if master == "split8" else kept[0])
-    weight = slot.master.join(slot.param, slot.master_tensors).clone()
-    KERNELS["native"].step([Work(slot, torch.zeros(bits.shape), group)], None, None)
-    after = slot.master.join(slot.param, slot.master_tensors)
+    slot.spec.param.copy_(split)
+    slot.master[0].copy_(kept[0] >> 8 if master == "split8" else kept[0])
+    weight = slot.spec.master.join(slot.spec.param, slot.master).clone()
+    KERNELS["native"].step([ParamUpdate(slot, torch.zeros(bits.shape), group)], None, None)
+    after = slot.spec.master.join(slot.spec.param, slot.master)
     if master == "split":
         # -0.0 * decay - 0 * lr is what the rule itself does to a zero; the reference is asked for the same.
-        twin = slot.rule.update(weight, torch.zeros_like(weight), (), slot.rule.scalars(group, 1))[0]
+        twin = slot.spec.rule.update(weight, torch.zeros_like(weight), (), slot.spec.rule.scalars(group, 1))[0]
         assert twins.same_bits(after, twin)
     else:
         finite = weight.isfinite() & (weight.abs() < 3e38)
         assert bool(((after - weight).abs()[finite] <= weight.abs()[finite] * 2.0**-15 + 2.0**-126).all())
 
 
-def work_of(slots: list[Any], grads: list[torch.Tensor]) -> list[Work]:
-    return [Work(slot, grad, twins.GROUP) for slot, grad in zip(slots, grads, strict=True)]
+def work_of(slots: list[Any], grads: list[torch.Tensor]) -> list[ParamUpdate]:
+    return [ParamUpdate(slot, grad, twins.GROUP) for slot, grad in zip(slots, grads, strict=True)]
 
 
 def test_splitting_one_list_over_several_calls_changes_no_bit() -> None:
     """Case 36: one call for all, or one call each."""
     case = PLAIN._replace(state="int8")
     values = [torch.randn(3, 200) for _ in range(4)]
-    together, apart = ([twins.make_slot(value, case) for value in values] for _ in range(2))
+    together, apart = ([twins.make_state(value, case) for value in values] for _ in range(2))
     for _ in range(3):
         grads = [torch.randn(3, 200) for _ in values]
         KERNELS["native"].step(work_of(together, grads), None, None)

@@ -21,12 +21,14 @@ import torch
 from torch import Tensor
 
 from lightning_fuse.formats import MASTERS, STATE_FORMATS
-from lightning_fuse.kernels import KERNELS, Slot, StoredMoment, Work
+from lightning_fuse.kernels import KERNELS, ParamSpec, ParamState, ParamUpdate
 from lightning_fuse.rules import RULES
 from tests.kernels import twins
 from tests.kernels.twins import BF16, F16, F32, LAYOUTS, MASTERS_OF, SHAPES
 
-pytestmark = pytest.mark.skipif(bool(KERNELS["native"].missing()), reason=KERNELS["native"].missing())
+pytestmark = pytest.mark.skipif(
+    bool(KERNELS["native"].unavailable_reason()), reason=KERNELS["native"].unavailable_reason()
+)
 
 WHOLE = "LIGHTNING_FUSE_WHOLE_MATRIX"  # set in the environment to walk everything
 
@@ -36,7 +38,7 @@ SKIPPED = 5  # this step finds something that is not finite
 UNIFORM = 11  # from this step on narrow gradients are the same in all elements, and may be expanded
 FULL, NARROW = 0, 1  # gradients of 24 bits; gradients that every dtype holds
 WEIGHTS = [(dtype, master) for dtype, masters in MASTERS_OF.items() for master in masters]
-LEVELS = [] if KERNELS["native"].missing() else list(twins.shared_library().runnable)
+LEVELS = [] if KERNELS["native"].unavailable_reason() else list(twins.shared_library().runnable)
 
 
 class Kind(NamedTuple):
@@ -101,7 +103,7 @@ def gradient(shape: tuple[int, ...], stream: int, dtype: torch.dtype, layout: st
 
 
 class World:
-    """Slots whose state lies in one region per kind, so that it is reset and compared as one."""
+    """States whose tensors lies in one region per kind, so that it is reset and compared as one."""
 
     def __init__(self, rule: str, state: str, members: Sequence[tuple[Kind, str]]) -> None:
         fmt, moments = STATE_FORMATS[state], RULES[rule].moments
@@ -119,49 +121,46 @@ class World:
             parts = [part for row in wanted for name, part in row if (name + part.suffix, part.dtype) == key]
             sizes = [torch.Size(part.shape).numel() for part in parts]
             self.regions[key] = torch.zeros(sum(sizes), dtype=key[1])
-            pieces = self.regions[key].split(sizes)
-            views[key] = iter([piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)])
-        self.regions["step", torch.int64] = torch.zeros(len(members), dtype=torch.int64)
-        self.slots = []
+            chunks = self.regions[key].split(sizes)
+            views[key] = iter([chunk.view(part.shape) for chunk, part in zip(chunks, parts, strict=True)])
+        self.regions["step", torch.float64] = torch.zeros(len(members), dtype=torch.float64)
+        self.states = []
         for number, ((kind, _), param, row) in enumerate(zip(members, self.params, wanted, strict=True)):
             tensors = {name + part.suffix: next(views[name + part.suffix, part.dtype]) for name, part in row}
-            kept = [
-                StoredMoment(m, fmt.codec(m), tuple(tensors[m.name + p.suffix] for p in fmt.codec(m).parts(kind.shape)))
-                for m in moments
-            ]
-            master = tuple(tensors["master" + p.suffix] for p in MASTERS[kind.master].parts(kind.shape))
-            step = self.regions["step", torch.int64][number]
-            slot = Slot(str(kind), param, RULES[rule], tuple(kept), MASTERS[kind.master], master, step, 1000)
-            self.slots.append(slot)
+            spec = ParamSpec(
+                str(kind), param, {}, RULES[rule], fmt, MASTERS[kind.master], tuple(param.shape), first_index=1000
+            )
+            kept = tuple(tuple(tensors[part.suffix] for part in parts) for parts in spec.moment_tensors)
+            master = tuple(tensors["master" + part.suffix] for part in spec.master.parts(kind.shape))
+            self.states.append(ParamState(spec, self.regions["step", torch.float64][number], kept, master))
 
     def reset(self) -> None:
         for param, start in zip(self.params, self.start, strict=True):
             param.copy_(start)
         for region in self.regions.values():
             region.zero_()
-        for slot, (kind, _) in zip(self.slots, self.members, strict=True):
-            for target, source in zip(slot.master_tensors, slot.master.start(slot.param), strict=True):
+        for state, (kind, _) in zip(self.states, self.members, strict=True):
+            for target, source in zip(state.master, state.spec.master.start(state.spec.param), strict=True):
                 target.copy_(source)
-            slot.step.fill_(SHAPES.index(kind.shape) % 3)
+            state.step.fill_(SHAPES.index(kind.shape) % 3)
 
     def written(self, order: Sequence[int] | None = None) -> dict[str, Tensor]:
         """All that a step may write, by kind; ``order`` repeats and reorders the members."""
         order = range(len(self.members)) if order is None else order
-        slots = [self.slots[index] for index in order]
+        states = [self.states[index] for index in order]
         found: dict[str, list[Tensor]] = {}
-        for slot in slots:
-            found.setdefault(f"param {slot.param.dtype}", []).append(slot.param.reshape(-1))
-        if len(slots) == len(self.members):
+        for state in states:
+            found.setdefault(f"param {state.spec.param.dtype}", []).append(state.spec.param.reshape(-1))
+        if len(states) == len(self.members):
             return {key: torch.cat(parts) for key, parts in found.items()} | {
                 f"{name} {dtype}": region for (name, dtype), region in self.regions.items()
             }
-        for slot in slots:
-            found.setdefault("step torch.int64", []).append(slot.step.reshape(-1))
-            for stored in slot.moments:
-                for part, tensor in zip(stored.codec.parts(slot.param.shape), stored.tensors, strict=True):
-                    key = f"{stored.moment.name + part.suffix} {part.dtype}"
-                    found.setdefault(key, []).append(tensor.reshape(-1))
-            for part, tensor in zip(slot.master.parts(slot.param.shape), slot.master_tensors, strict=True):
+        for state in states:
+            found.setdefault("step torch.float64", []).append(state.step.reshape(-1))
+            for parts, tensors in zip(state.spec.moment_tensors, state.moments, strict=True):
+                for part, tensor in zip(parts, tensors, strict=True):
+                    found.setdefault(f"{part.suffix} {part.dtype}", []).append(tensor.reshape(-1))
+            for part, tensor in zip(state.spec.master.parts(state.spec.local_shape), state.master, strict=True):
                 found.setdefault(f"master{part.suffix} {part.dtype}", []).append(tensor.reshape(-1))
         return {key: torch.cat(parts) for key, parts in found.items()}
 
@@ -181,7 +180,10 @@ def expected(rule: str, state: str, members: Sequence[Variant]) -> dict[int, dic
     world.reset()
     for step in range(1, STEPS + 1):
         group, factor, found_inf = settings(step)
-        work = [Work(slot, values(k.shape, k.stream, step), group) for slot, k in zip(world.slots, kinds, strict=True)]
+        work = [
+            ParamUpdate(state, values(k.shape, k.stream, step), group)
+            for state, k in zip(world.states, kinds, strict=True)
+        ]
         KERNELS["reference"].step(work, factor, found_inf)
         if step in LOOKS:
             found[step] = world.written(order)
@@ -190,7 +192,7 @@ def expected(rule: str, state: str, members: Sequence[Variant]) -> dict[int, dic
 
 def walk(rule: str, state: str, members: Sequence[Variant], levels: Sequence[str], threads: Sequence[int]) -> None:
     true = expected(rule, state, members)
-    world, kernel = World(rule, state, [(v.kind, v.layout) for v in members]), KERNELS["native"].for_one_optimizer()
+    world, kernel = World(rule, state, [(v.kind, v.layout) for v in members]), KERNELS["native"].clone()
     library, before = twins.shared_library(), torch.get_num_threads()
     try:
         for level, count in product(levels, threads):
@@ -200,7 +202,9 @@ def walk(rule: str, state: str, members: Sequence[Variant], levels: Sequence[str
             for step in range(1, STEPS + 1):
                 group, factor, found_inf = settings(step)
                 grads = [gradient(v.kind.shape, v.kind.stream, v.grad_dtype, v.grad_layout, step) for v in members]
-                kernel.step([Work(*each, group) for each in zip(world.slots, grads, strict=True)], factor, found_inf)
+                kernel.step(
+                    [ParamUpdate(*each, group) for each in zip(world.states, grads, strict=True)], factor, found_inf
+                )
                 if step in LOOKS:
                     for key, tensor in world.written().items():
                         assert twins.same_bits(tensor, true[step][key]), (rule, state, level, count, step, key)

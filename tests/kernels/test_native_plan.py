@@ -15,7 +15,9 @@ from lightning_fuse.kernels.cpu import native, plan
 from lightning_fuse.kernels.cpu.tables import MEASURE, STEP, TASK_COLUMNS, WAVE, WAVE_COLUMNS, cut, tasks_of
 from lightning_fuse.optim import FusedOptimizer
 
-pytestmark = pytest.mark.skipif(bool(KERNELS["native"].missing()), reason=KERNELS["native"].missing())
+pytestmark = pytest.mark.skipif(
+    bool(KERNELS["native"].unavailable_reason()), reason=KERNELS["native"].unavailable_reason()
+)
 
 
 def pair(make: type[FusedOptimizer] = FusedAdamW, **settings: Any) -> list[tuple[list[Parameter], FusedOptimizer]]:
@@ -128,23 +130,23 @@ def test_two_threads_may_look_at_gradients_at_once() -> None:
     """The library runs without Python's lock, so another thread may be between its tables and its call."""
     mine, others, sums = [torch.ones(5)], [torch.ones(70_000), torch.ones(7)], plan.SumPlan()
     rows, _ = sums.rows(mine)
-    kept, pieces = list(rows), list(sums.pieces)
+    kept, chunks = list(rows), list(sums.chunks)
     thread = threading.Thread(target=sums.rows, args=(others,))
     thread.start()
     thread.join()
-    assert (list(rows), list(sums.pieces)) == (kept, pieces)
+    assert (list(rows), list(sums.chunks)) == (kept, chunks)
     assert sums.cost == 5
 
 
 def test_every_piece_is_measured_once_before_it_is_stepped_once() -> None:
     sizes = [(numel, row) for numel, row in ((5, 5), (300_000, 1000), (0, 1), (90_001, 90_001), (700_000, 7), (12, 3))]
-    pieces = cut(sizes * 3)
+    chunks = cut(sizes * 3)
     for measured in (False, True):
-        tasks, waves, _ = tasks_of(pieces, measured)
+        tasks, waves, _ = tasks_of(chunks, measured)
         rows = [tuple(tasks[at : at + TASK_COLUMNS]) for at in range(0, len(tasks), TASK_COLUMNS)]
         groups = [tuple(waves[at : at + WAVE_COLUMNS]) for at in range(0, len(waves), WAVE_COLUMNS)]
         stepped = [k for phase, begin, end, _ in rows if phase == STEP for k in range(begin, end)]
-        assert sorted(stepped) == list(range(len(pieces) // 3))
+        assert sorted(stepped) == list(range(len(chunks) // 3))
         if not measured:
             assert groups == []
             assert {wave for *_, wave in rows} == {-1}
@@ -156,8 +158,8 @@ def test_every_piece_is_measured_once_before_it_is_stepped_once() -> None:
             assert len(places[MEASURE]) == count
             assert max(places[MEASURE]) < min(places[STEP])
             assert all(begin <= rows[n][1] < rows[n][2] <= end for n in places[MEASURE] + places[STEP])
-            assert pieces[3 * begin + 1] == 0  # a tensor is in one wave
-            elements = sum(pieces[3 * k + 2] - pieces[3 * k + 1] for k in range(begin, end))
+            assert chunks[3 * begin + 1] == 0  # a tensor is in one wave
+            elements = sum(chunks[3 * k + 2] - chunks[3 * k + 1] for k in range(begin, end))
             assert elements < WAVE + 700_000
 
 

@@ -13,14 +13,16 @@ import torch
 
 from lightning_fuse import FusedAdamW, FusedSGD
 from lightning_fuse.formats import MASTERS, STATE_FORMATS
-from lightning_fuse.kernels import KERNELS, Work, choose_kernel, dispatch
+from lightning_fuse.kernels import KERNELS, ParamUpdate, choose_kernel, dispatch
 from lightning_fuse.kernels.cpu import native, plan, tables
 from lightning_fuse.rules import RULES
 from lightning_fuse.rules.lamb import LAMB
 from tests.kernels import twins
 from tests.kernels.twins import BF16, F16, F32, Case
 
-pytestmark = pytest.mark.skipif(bool(KERNELS["native"].missing()), reason=KERNELS["native"].missing())
+pytestmark = pytest.mark.skipif(
+    bool(KERNELS["native"].unavailable_reason()), reason=KERNELS["native"].unavailable_reason()
+)
 
 PLAIN = Case("adamw", "fp32", F32, "none", F32, "contiguous", "contiguous", "baseline", 1)
 NATIVE = KERNELS["native"]
@@ -38,7 +40,7 @@ def test_every_rule_format_and_master_is_supported() -> None:
     for rule, state, dtype, master in product(RULES, STATE_FORMATS, (F32, BF16, F16), MASTERS):
         if dtype in MASTERS[master].dtypes:
             case = PLAIN._replace(rule=rule, state=state, dtype=dtype, master=master)
-            assert NATIVE.supports(twins.make_slot(torch.ones(3, 4), case)), case
+            assert NATIVE.supports(twins.make_state(torch.ones(3, 4), case)), case
             count += 1
     assert count == len(RULES) * len(STATE_FORMATS) * 7  # fp32: none; bf16: all four; fp16: none and fp32
     assert set(RULES) == set(tables.RULE_IDS)
@@ -55,14 +57,14 @@ REFUSED: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_it_says_why_not(what: str) -> None:
     make, words = REFUSED[what]
-    slot = twins.make_slot(torch.ones(2, 2), PLAIN)
+    slot = twins.make_state(torch.ones(2, 2), PLAIN)
     why = NATIVE.supports(slot.__class__(**{**slot.__dict__, "param": make()}))
     assert not why
     assert words in why.why
 
 
 def test_auto_takes_native_and_falls_back_for_one_optimizer() -> None:
-    fast, slow = twins.make_slot(torch.ones(2, 2), PLAIN), twins.make_slot(torch.ones(2, 2), PLAIN)
+    fast, slow = twins.make_state(torch.ones(2, 2), PLAIN), twins.make_state(torch.ones(2, 2), PLAIN)
     slow = slow.__class__(**{**slow.__dict__, "rule": Unwritten()})
     assert choose_kernel("auto", [fast]).name == "native"
     assert choose_kernel("auto", [fast, slow]).name == "reference"
@@ -73,7 +75,7 @@ def test_auto_takes_native_and_falls_back_for_one_optimizer() -> None:
 def test_a_machine_without_the_library_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "load", lambda: "its library was not built")
     dispatch._say_once.cache_clear()
-    slot = twins.make_slot(torch.ones(2, 2), PLAIN)
+    slot = twins.make_state(torch.ones(2, 2), PLAIN)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         assert [choose_kernel("auto", [slot]).name for _ in range(3)] == ["reference"] * 3
@@ -125,22 +127,22 @@ def test_all_lanes_are_equal(dtype: torch.dtype) -> None:
         twins.shared_library().set_level(level)
         for rule in ("sgd", "sgd_momentum", "adamw"):
             for n in range(1, 4 * 32 + 4):
-                slot = twins.make_slot(torch.ones(n), PLAIN._replace(rule=rule, dtype=dtype))
-                NATIVE.step([Work(slot, torch.ones(n, dtype=dtype), {**twins.GROUP, "lr": 0.1})], None, None)
-                assert slot.param.unique().numel() == 1
-                assert slot.param[0] != 1.0
+                slot = twins.make_state(torch.ones(n), PLAIN._replace(rule=rule, dtype=dtype))
+                NATIVE.step([ParamUpdate(slot, torch.ones(n, dtype=dtype), {**twins.GROUP, "lr": 0.1})], None, None)
+                assert slot.spec.param.unique().numel() == 1
+                assert slot.spec.param[0] != 1.0
 
 
 def test_a_nan_spoils_one_element() -> None:
     """Case 43."""
     for state in STATE_FORMATS:
-        slot = twins.make_slot(torch.ones(4, 256), PLAIN._replace(state=state))
+        slot = twins.make_state(torch.ones(4, 256), PLAIN._replace(state=state))
         grad = torch.ones(4, 256)
         grad[1, 5] = float("nan")
         for _ in range(2):
-            NATIVE.step([Work(slot, grad, twins.GROUP)], None, None)
+            NATIVE.step([ParamUpdate(slot, grad, twins.GROUP)], None, None)
             grad = torch.ones(4, 256)
-        assert slot.param.isnan().sum() == 1
+        assert slot.spec.param.isnan().sum() == 1
 
 
 def test_a_step_takes_no_memory_of_the_parameters_size() -> None:
@@ -205,7 +207,7 @@ def test_autograd_sees_that_a_parameter_was_written() -> None:
 
 
 def test_rows_have_the_widths_that_c_reads() -> None:
-    slot = twins.make_slot(torch.ones(3, 4), PLAIN._replace(rule="adamw_amsgrad", state="int8"))
+    slot = twins.make_state(torch.ones(3, 4), PLAIN._replace(rule="adamw_amsgrad", state="int8"))
     assert len(tables.slot_row(slot, 0, 0)) == tables.SLOT_COLUMNS
     assert len(tables.group_row(twins.GROUP)) == tables.GROUP_COLUMNS
 
@@ -213,8 +215,8 @@ def test_rows_have_the_widths_that_c_reads() -> None:
 def test_pieces_cover_every_element_once_and_cut_no_block() -> None:
     for row in (1, 3, 128, 131, 1999, 300_001):
         numel = 300_001 // row * row
-        pieces = tables.cut([(numel, row)])
-        begins, ends = pieces[1::3], pieces[2::3]
+        chunks = tables.cut([(numel, row)])
+        begins, ends = chunks[1::3], chunks[2::3]
         assert begins[0] == 0
         assert ends[-1] == numel
         assert list(begins[1:]) == list(ends[:-1])

@@ -9,16 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_fuse.formats import MASTERS, STATE_FORMATS, StateFormat
+from lightning_fuse.formats import STATE_FORMATS
 from lightning_fuse.kernels import (
     AUTO,
     KERNELS,
-    Slot,
-    StoredMoment,
-    Work,
+    ParamState,
+    ParamUpdate,
     check_kernel_name,
     choose_kernel,
-    pieces,
+    chunks,
     reference,
 )
 from lightning_fuse.rules import RULES
@@ -31,27 +30,20 @@ EVERY_RULE = pytest.mark.parametrize("rule", CASES)
 EVERY_STATE = pytest.mark.parametrize("state", STATE_FORMATS)
 
 
-def slot_of(rule: str, param: Tensor, state: str = "fp32", master: str = "none", index_start: int = 0) -> Slot:
-    fmt: StateFormat = STATE_FORMATS[state]
-    shape = tuple(param.shape)
-    moments = tuple(
-        StoredMoment(m, fmt.codec(m), tuple(torch.zeros(q.shape, dtype=q.dtype) for q in fmt.codec(m).parts(shape)))
-        for m in RULES[rule].moments
-    )
-    kept = MASTERS[master]
-    step = torch.zeros((), dtype=torch.int64)
-    return Slot("w", param, RULES[rule], moments, kept, kept.start(param), step, index_start)
+def slot_of(rule: str, param: Tensor, state: str = "fp32", master: str = "none", first_index: int = 0) -> ParamState:
+    return twins.fresh_state(rule, param, state, master, first_index)
 
 
 def group_of(rule: str, **changes: Any) -> dict[str, Any]:
     return {**CASES[rule].settings, **CASES[rule].switches, "maximize": False, **changes}
 
 
-def tensors_of(slot: Slot) -> list[Tensor]:
-    return [slot.param, *(t for m in slot.moments for t in m.tensors), *slot.master_tensors, slot.step]
+def tensors_of(slot: ParamState) -> list[Tensor]:
+    found = twins.tensors_of(slot)
+    return [*(tensor for name, tensor in found.items() if name != "step"), found["step"]]
 
 
-def snapshot(slot: Slot) -> list[Tensor]:
+def snapshot(slot: ParamState) -> list[Tensor]:
     return [t.clone() for t in tensors_of(slot)]
 
 
@@ -63,8 +55,10 @@ def gradient(shape: tuple[int, ...], step: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(step))
 
 
-def step(slot: Slot, grad: Tensor, factor: float | None = None, found_inf: float | None = None, **group: Any) -> None:
-    work = Work(slot, grad, group_of(slot.rule.name, **group))
+def step(
+    slot: ParamState, grad: Tensor, factor: float | None = None, found_inf: float | None = None, **group: Any
+) -> None:
+    work = ParamUpdate(slot, grad, group_of(slot.spec.rule.name, **group))
     scalar = lambda x: None if x is None else torch.tensor(x)  # noqa: E731
     KERNEL.step([work], scalar(factor), scalar(found_inf))
 
@@ -78,8 +72,8 @@ def test_layout_does_not_matter(rule: str, state: str) -> None:
     turned = slot_of(rule, start.t().contiguous().t(), state)
     wide = torch.zeros(6, 280)
     sliced = slot_of(rule, wide[:, ::2].copy_(start), state)
-    assert not turned.param.is_contiguous()
-    address, strides = turned.param.data_ptr(), turned.param.stride()
+    assert not turned.spec.param.is_contiguous()
+    address, strides = turned.spec.param.data_ptr(), turned.spec.param.stride()
     for number in range(3):
         g = gradient((6, 140), number)
         step(plain, g)
@@ -87,8 +81,8 @@ def test_layout_does_not_matter(rule: str, state: str) -> None:
         step(sliced, g.t().contiguous().t())
     assert equal(tensors_of(plain), tensors_of(turned))
     assert equal(tensors_of(plain), tensors_of(sliced))
-    assert (turned.param.data_ptr(), turned.param.stride()) == (address, strides)
-    assert torch.equal(wide[:, ::2], plain.param)
+    assert (turned.spec.param.data_ptr(), turned.spec.param.stride()) == (address, strides)
+    assert torch.equal(wide[:, ::2], plain.spec.param)
     assert (wide[:, 1::2] == 0).all()
 
 
@@ -112,8 +106,8 @@ def test_any_two_dtypes_are_float32_maths_and_one_rounding(rule: str, of_param: 
     mixed, exact = slot_of(rule, start.clone()), slot_of(rule, start.float())
     step(mixed, g)
     step(exact, g.float())
-    assert mixed.param.dtype == of_param
-    assert torch.equal(mixed.param, exact.param.to(of_param))
+    assert mixed.spec.param.dtype == of_param
+    assert torch.equal(mixed.spec.param, exact.spec.param.to(of_param))
     for a, b in zip(mixed.moments, exact.moments, strict=True):
         assert equal(list(a.tensors), list(b.tensors))
 
@@ -160,7 +154,7 @@ def test_shards_give_the_bits_of_the_whole(rule: str, state: str, master: str) -
     start = gradient((7, 3, 50), 99).bfloat16()
     whole = slot_of(rule, start.clone(), state, master)
     shards = [
-        slot_of(rule, start[a:b].clone(), state, master, index_start=a * 150) for a, b in ((0, 2), (2, 3), (3, 7))
+        slot_of(rule, start[a:b].clone(), state, master, first_index=a * 150) for a, b in ((0, 2), (2, 3), (3, 7))
     ]
     for number in range(4):
         g = gradient((7, 3, 50), number)
@@ -178,7 +172,7 @@ def test_the_smallest_shapes(shape: tuple[int, ...], state: str) -> None:
     step(slot, torch.ones(shape))
     assert slot.step.item() == 1
     # lr 0.01, decay 0.2, eps 0.02 as in the table of rules: 1 - 0.002 - 0.01 / 1.02
-    torch.testing.assert_close(slot.param, torch.full(shape, 1 - 0.002 - 0.01 / 1.02))
+    torch.testing.assert_close(slot.spec.param, torch.full(shape, 1 - 0.002 - 0.01 / 1.02))
 
 
 @pytest.mark.parametrize("shape", [(1000,), (9, 300), (3, 700), (700, 3), (5, 4, 130)])
@@ -188,8 +182,8 @@ def test_the_smallest_shapes(shape: tuple[int, ...], state: str) -> None:
 def test_slices_give_the_bits_of_the_whole(
     monkeypatch: pytest.MonkeyPatch, rule: str, state: str, master: str, shape: tuple[int, ...]
 ) -> None:
-    """Slices of rows, or of blocks of a vector; norms of layer-wise rules are those of the whole, piece by piece."""
-    monkeypatch.setattr(pieces, "PIECE", 500)
+    """Slices of rows, or of blocks of a vector; norms of layer-wise rules are those of the whole, chunk by chunk."""
+    monkeypatch.setattr(chunks, "CHUNK", 500)
     found = []
     for size in (1 << 40, 600, 128):
         monkeypatch.setattr(reference, "SLICE", size)
@@ -197,23 +191,23 @@ def test_slices_give_the_bits_of_the_whole(
         param = whole.movedim(0, -1).contiguous().movedim(-1, 0)  # rows do not lie one after the other
         slot = slot_of(rule, param, state, master)
         for n in range(4):
-            KERNEL.step([Work(slot, gradient(shape, n), twins.GROUP)], torch.tensor(0.5), None)
+            KERNEL.step([ParamUpdate(slot, gradient(shape, n), twins.GROUP)], torch.tensor(0.5), None)
         found.append(snapshot(slot))
     assert equal(found[0], found[1])
     assert equal(found[0], found[2])
 
 
 def test_one_call_steps_several_with_their_own_settings_and_steps() -> None:
-    def make() -> list[Slot]:
+    def make() -> list[ParamState]:
         return [slot_of("adamw", gradient((2, 70), n)) for n in range(3)]
 
     together, apart = make(), make()
     step(together[2], gradient((2, 70), 50))
     step(apart[2], gradient((2, 70), 50))
     groups = [group_of("adamw", lr=0.1 * (n + 1)) for n in range(3)]
-    KERNEL.step([Work(s, gradient((2, 70), n), groups[n]) for n, s in enumerate(together)], None, None)
+    KERNEL.step([ParamUpdate(s, gradient((2, 70), n), groups[n]) for n, s in enumerate(together)], None, None)
     for n, slot in reversed(list(enumerate(apart))):
-        KERNEL.step([Work(slot, gradient((2, 70), n), groups[n])], None, None)
+        KERNEL.step([ParamUpdate(slot, gradient((2, 70), n), groups[n])], None, None)
     assert all(equal(tensors_of(a), tensors_of(b)) for a, b in zip(together, apart, strict=True))
     assert [slot.step.item() for slot in together] == [1, 1, 2]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_fuse.formats import MASTERS, STATE_FORMATS
-from lightning_fuse.kernels import KERNELS, Slot, StoredMoment, Work
+from lightning_fuse.kernels import KERNELS, ParamSpec, ParamState, ParamUpdate
 from lightning_fuse.kernels.cpu.shared_library import Library, load
 from lightning_fuse.kernels.cpu.tables import RULE_IDS
 from lightning_fuse.rules import RULES
@@ -119,22 +119,20 @@ def _pairs(point: Sequence[int]) -> set[tuple[int, int, int, int]]:
     return {(i, a, j, b) for (i, a), (j, b) in itertools.combinations(enumerate(point), 2)}
 
 
-def make_slot(values: Tensor, case: Case, index_start: int = 0) -> Slot:
+def make_state(values: Tensor, case: Case, first_index: int = 0) -> ParamState:
     """A parameter of the given values with fresh state."""
-    rule, fmt, master = RULES[case.rule], STATE_FORMATS[case.state], MASTERS[case.master]
     param = LAYOUTS[case.layout](values.to(case.dtype, copy=True))  # some layouts are the tensor as it is
+    return fresh_state(case.rule, param, case.state, case.master, first_index)
+
+
+def fresh_state(rule: str, param: Tensor, state: str, master: str, first_index: int = 0) -> ParamState:
+    """A parameter with state that has seen no step."""
     shape = tuple(param.shape)
-    moments = tuple(
-        StoredMoment(
-            moment,
-            fmt.codec(moment),
-            tuple(torch.zeros(part.shape, dtype=part.dtype) for part in fmt.codec(moment).parts(shape)),
-        )
-        for moment in rule.moments
-    )
-    kept = tuple(part.contiguous().clone() for part in master.start(param))
-    step = torch.zeros((), dtype=torch.int64)
-    return Slot(f"p{shape}", param, rule, moments, master, kept, step, index_start)
+    spec = ParamSpec(f"p{shape}", param, {}, RULES[rule], STATE_FORMATS[state], MASTERS[master], shape, first_index)
+    held = {key: torch.zeros(part.shape, dtype=part.dtype) for key, part in spec.tensors.items()}
+    for part, value in zip(spec.master.parts(shape), spec.master.start(param), strict=True):
+        held[part.suffix] = value.contiguous().clone()
+    return ParamState.of(spec, held)
 
 
 def gradient(shape: tuple[int, ...], case: Case, round_: int) -> Tensor:
@@ -147,12 +145,12 @@ def gradient(shape: tuple[int, ...], case: Case, round_: int) -> Tensor:
     return LAYOUTS[case.grad_layout](values.to(case.grad_dtype))
 
 
-def tensors_of(slot: Slot) -> dict[str, Tensor]:
+def tensors_of(state: ParamState) -> dict[str, Tensor]:
     """Everything that a step may write, by name."""
-    found = {"param": slot.param, "step": slot.step}
-    found |= {f"master.{i}": tensor for i, tensor in enumerate(slot.master_tensors)}
-    for stored in slot.moments:
-        found |= {f"{stored.moment.name}.{i}": tensor for i, tensor in enumerate(stored.tensors)}
+    found = {"param": state.spec.param, "step": state.step}
+    found |= {f"master.{i}": tensor for i, tensor in enumerate(state.master)}
+    for moment, tensors in zip(state.spec.rule.moments, state.moments, strict=True):
+        found |= {f"{moment.name}.{i}": tensor for i, tensor in enumerate(tensors)}
     return found
 
 
@@ -162,7 +160,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
         return False
     if not a.is_floating_point():
         return torch.equal(a, b)
-    whole = {4: torch.int32, 2: torch.int16}[a.dtype.itemsize]
+    whole = {8: torch.int64, 4: torch.int32, 2: torch.int16}[a.dtype.itemsize]
     equal = a.contiguous().view(whole) == b.contiguous().view(whole)
     return bool((equal | (a.isnan() & b.isnan())).all())
 
@@ -170,10 +168,10 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def assert_twins(case: Case, steps: int, shapes: Sequence[tuple[int, ...]] = SHAPES) -> None:
     """Steps both kernels over the same tensors and compares all that they hold, after every step."""
     shared_library().set_level(case.level)
-    native, reference = KERNELS["native"].for_one_optimizer(), KERNELS["reference"]
+    native, reference = KERNELS["native"].clone(), KERNELS["reference"]
     values = [torch.randn(shape) for shape in shapes]
-    pair = [[make_slot(value, case, 1000 * i) for i, value in enumerate(values)] for _ in range(2)]
-    addresses = [(slot.param.data_ptr(), slot.param.stride()) for slot in pair[0]]
+    pair = [[make_state(value, case, 1000 * i) for i, value in enumerate(values)] for _ in range(2)]
+    addresses = [(state.spec.param.data_ptr(), state.spec.param.stride()) for state in pair[0]]
     before = torch.get_num_threads()
     torch.set_num_threads(case.threads)
     try:
@@ -184,13 +182,13 @@ def assert_twins(case: Case, steps: int, shapes: Sequence[tuple[int, ...]] = SHA
             present = [i for i in range(len(shapes)) if (i + round_) % 6]
             factor = torch.tensor(0.37) if round_ % 2 else None
             found_inf = torch.tensor(float(round_ == 4)) if round_ % 4 == 0 else None
-            for kernel, slots in zip((native, reference), pair, strict=True):
-                kernel.step([Work(slots[i], grads[i], group) for i in present], factor, found_inf)
+            for kernel, states in zip((native, reference), pair, strict=True):
+                kernel.step([ParamUpdate(states[i], grads[i], group) for i in present], factor, found_inf)
             for mine, theirs in zip(*pair, strict=True):
                 other = tensors_of(theirs)
                 for name, tensor in tensors_of(mine).items():
-                    assert same_bits(tensor, other[name]), f"{case}: {name} of {mine.name} at step {round_ + 1}"
+                    assert same_bits(tensor, other[name]), f"{case}: {name} of {mine.spec.name} at step {round_ + 1}"
     finally:
         torch.set_num_threads(before)
         shared_library().set_level(shared_library().runnable[-1])
-    assert addresses == [(slot.param.data_ptr(), slot.param.stride()) for slot in pair[0]]
+    assert addresses == [(state.spec.param.data_ptr(), state.spec.param.stride()) for state in pair[0]]

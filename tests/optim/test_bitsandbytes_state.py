@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_fuse import FusedAdam, FusedAdamW, FusedLion, FusedSGD
-from lightning_fuse.formats import STATE_FORMATS, Place
+from lightning_fuse.formats import STATE_FORMATS, DitherKey
 from lightning_fuse.formats.format import encode_moments
 from lightning_fuse.optim import FusedOptimizer
 from lightning_fuse.plugins.checkpoint_conversion import Wanted, convert_file
@@ -88,7 +88,7 @@ def test_it_loads_into_any_format(theirs: Any, ours: Any, settings: dict[str, An
         expected = [values(optimizer, params[name], str(number + 1)) for number in range(len(moments))]
         codecs = [fmt.codec(moment) for moment in moments]
         for moment, codec, parts in zip(
-            moments, codecs, encode_moments(moments, codecs, expected, Place(5)), strict=True
+            moments, codecs, encode_moments(moments, codecs, expected, DitherKey(5)), strict=True
         ):
             for part, tensor in zip(codec.parts(tuple(p.shape)), parts, strict=True):
                 assert torch.equal(held[moment.name + part.suffix], tensor), (name, moment.name)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_fuse import FusedAdamW, LoadOptions
-from lightning_fuse.formats import MASTERS, STATE_FORMATS, Place
+from lightning_fuse.formats import MASTERS, STATE_FORMATS, DitherKey
 from lightning_fuse.formats.format import decode_moments, state_tensors
 from lightning_fuse.formats.rounding import bits_to_float, float_bits
 from lightning_fuse.optim import FusedLion, FusedOptimizer
@@ -71,12 +71,14 @@ def test_every_moment_survives_within_the_targets_own_bound(rule: str, saved: st
         before, after = decoded(source, rule, name, params[name]), decoded(target, rule, name, p)
         for moment in RULES[rule].moments:
             codec, value = fmt.codec(moment), before[moment.name]
-            if codec.scaled and moment.unit:
+            if codec.scaled and moment.normalizer:
                 # Kept is the quotient by the root as it was, read back is that times the root as it is stored.
-                root = fmt.unsigned.root(
-                    tuple(target.state[p][moment.unit + part.suffix] for part in fmt.unsigned.parts(tuple(p.shape)))
+                root = fmt.unsigned.sqrt_decoded(
+                    tuple(
+                        target.state[p][moment.normalizer + part.suffix] for part in fmt.unsigned.parts(tuple(p.shape))
+                    )
                 ).double()
-                of_unit = before[moment.unit].double().sqrt()
+                of_unit = before[moment.normalizer].double().sqrt()
                 ratio = torch.where(of_unit > 0, value / of_unit, 0.0)
                 distance = (after[moment.name].double() - ratio * root).abs()
                 bound = (int8_quotient_bound(ratio, largest_of_block(ratio.float())) + 8 * U * ratio.abs()) * root
@@ -185,9 +187,9 @@ def test_ties_move_by_one_unit_at_most_and_the_parameter_stays(here: str) -> Non
     upper = torch.tensor([0x3F80, 0x3F81, 0xBF80, 0xBF81, 0x0001, 0x7F00], dtype=torch.int64)
     weight = bits_to_float((upper << 16) + 0x8000)
     other = {"fp32": "split", "split": "fp32", "split8": "fp32"}[here]
-    param, parts = MASTERS[other].split(weight, BF16, Place(3))
+    param, parts = MASTERS[other].split(weight, BF16, DitherKey(3))
     assert torch.equal(MASTERS[other].join(param, parts), weight)
-    now = MASTERS[here].join(param, MASTERS[here].fit(weight, param, Place(3)))
+    now = MASTERS[here].join(param, MASTERS[here].fit(weight, param, DitherKey(3)))
     unit = 256 if here == "split8" else 1
     assert ((float_bits(now) - float_bits(weight)).abs() <= unit).all()
 

@@ -28,7 +28,7 @@ def test_the_reference() -> None:
     assert said == "lars+sgd_momentum, bf16 state, split masters, reference kernel"
 
 
-@pytest.mark.skipif(bool(KERNELS["native"].missing()), reason=KERNELS["native"].missing())
+@pytest.mark.skipif(bool(KERNELS["native"].unavailable_reason()), reason=KERNELS["native"].unavailable_reason())
 def test_the_native_kernel_says_level_and_threads() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from lightning_fuse import FusedAdamW, FusedSGD
 from lightning_fuse.formats import STATE_FORMATS, StateFormat
-from lightning_fuse.formats.format import Codec, Part, Place
+from lightning_fuse.formats.format import Codec, DitherKey, TensorSpec
 from scripts.rival_codecs import power_nearest
 from tests.optim.models import updates
 from tests.tolerances import BF16_MOMENTUM, BF16_SECOND_MOMENT, FORMAT_ERROR_FALLEN
@@ -28,11 +28,11 @@ class Nearest(Codec):
     def __init__(self, root: int, levels: float) -> None:
         self.keep = power_nearest(root, levels)
 
-    def parts(self, shape: tuple[int, ...]) -> tuple[Part, ...]:
-        return (Part("", shape, torch.float32),)
+    def parts(self, shape: tuple[int, ...]) -> tuple[TensorSpec, ...]:
+        return (TensorSpec("", shape, torch.float32),)
 
     def encode(
-        self, values: Tensor, place: Place, root: Tensor | None = None, share: Tensor | None = None
+        self, values: Tensor, place: DitherKey, root: Tensor | None = None, share: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         return (self.keep(values, place.step),)
 

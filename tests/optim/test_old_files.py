@@ -97,7 +97,7 @@ def test_int8_of_an_earlier_version_goes_on_as_int8(version: int, kind: str) -> 
         assert (error <= int8_unsigned_bound(second, largest_of_block(second))).all()
     root = seconds[0].double().sqrt()
     assert root.all()
-    quotient, now = torch.where(root > 0, first / root, 0.0), codec.unsigned.root(kept[1]).double()
+    quotient, now = torch.where(root > 0, first / root, 0.0), codec.unsigned.sqrt_decoded(kept[1]).double()
     found = codec.signed.decode(kept[0], now.float()).double()
     bound = int8_quotient_bound(quotient, largest_of_block(quotient)) * now * (1 + 8 * U)
     assert ((found - quotient * now).abs() <= bound).all()

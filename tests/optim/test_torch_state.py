@@ -10,7 +10,7 @@ import torch
 from torch.nn import Parameter
 
 from lightning_fuse import FusedAdamW, FusedSGD
-from lightning_fuse.formats import STATE_FORMATS, Place
+from lightning_fuse.formats import STATE_FORMATS, DitherKey
 from lightning_fuse.formats.format import encode_moments
 from lightning_fuse.rules import RULES
 from tests.optim.models import bits, groups_of, parameters, same_bits, train
@@ -48,7 +48,7 @@ def test_torchs_state_loads(rule: str, named: bool, state: str) -> None:
         kept = STATE_FORMATS[next(iter(ours.formats().values())) if not named else ours.formats()[name]]
         kept = STATE_FORMATS["fp32"] if p.dim() < 2 and kept.scaled else kept
         codecs, values = [kept.codec(moment) for moment in moments], [saved["state"][index][m.name] for m in moments]
-        encoded = encode_moments(moments, codecs, values, Place(int(ours.state[p]["step"]))) if moments else ()
+        encoded = encode_moments(moments, codecs, values, DitherKey(int(ours.state[p]["step"]))) if moments else ()
         for moment, codec, expected in zip(moments, codecs, encoded, strict=True):
             for part, tensor in zip(codec.parts(tuple(p.shape)), expected, strict=True):
                 assert torch.equal(ours.state[p][moment.name + part.suffix], tensor)

@@ -66,7 +66,7 @@ def kept(optimizer: Any) -> dict[str, int]:
 
 
 def storages(optimizer: Any) -> int:
-    """Bytes of all memory that the state lies in, each piece once."""
+    """Bytes of all memory that the state lies in, each chunk once."""
     tensors = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}.values())
 

@@ -97,7 +97,7 @@ def test_a_gradient_of_zero_is_no_nan(state: str) -> None:
 
 
 def test_norms_are_over_the_whole_parameter() -> None:
-    """Rows of very different size, more elements than one piece of a sum holds: one ratio, |p| / |u|, for all."""
+    """Rows of very different size, more elements than one chunk of a sum holds: one ratio, |p| / |u|, for all."""
     weight = torch.randn(600, 128) * torch.logspace(-2, 2, 600).view(-1, 1)
     grad = torch.randn_like(weight)
     found = {}

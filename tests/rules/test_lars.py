@@ -110,7 +110,7 @@ def test_the_trust_ratio_is_clamped() -> None:
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "channels_last"])
 def test_norms_are_over_the_whole_parameter(layout: str) -> None:
-    """Rows of very different size, more elements than one piece of a sum holds: one ratio for all of them."""
+    """Rows of very different size, more elements than one chunk of a sum holds: one ratio for all of them."""
     weight = torch.randn(300, 16, 4, 4) * torch.logspace(-3, 3, 300).view(-1, 1, 1, 1)
     grad = torch.randn_like(weight) * torch.logspace(2, -2, 300).view(-1, 1, 1, 1)
     expected = 0.02 * weight.double().norm() / (grad.double().norm() + 0.01)

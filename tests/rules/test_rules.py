@@ -135,6 +135,8 @@ def test_a_unit_is_a_moment_of_the_same_rule_that_is_never_negative() -> None:
     for rule in RULES.values():
         by_name = {moment.name: moment for moment in rule.moments}
         for moment in rule.moments:
-            assert not moment.unit or not (by_name[moment.unit].signed or by_name[moment.unit].unit)
-    assert [m.unit for m in RULES["adamw_amsgrad"].moments] == ["exp_avg_sq", "", ""]
-    assert not any(m.unit for name in ("lion", "lars", "sgd_momentum") for m in RULES[name].moments)
+            assert not moment.normalizer or not (
+                by_name[moment.normalizer].signed or by_name[moment.normalizer].normalizer
+            )
+    assert [m.normalizer for m in RULES["adamw_amsgrad"].moments] == ["exp_avg_sq", "", ""]
+    assert not any(m.normalizer for name in ("lion", "lars", "sgd_momentum") for m in RULES[name].moments)

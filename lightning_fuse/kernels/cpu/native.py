@@ -11,7 +11,15 @@ from torch import Tensor
 from lightning_fuse.kernels.cpu.plan import THREAD_GRAIN, Plan, SumPlan
 from lightning_fuse.kernels.cpu.shared_library import Library, load
 from lightning_fuse.kernels.cpu.tables import CODEC_IDS, DTYPE_IDS, MASTER_IDS, MAX_DIMS, RULE_IDS
-from lightning_fuse.kernels.kernel import Slot, StepKernel, Support, Work, is_wrapped, overlaps, shows_no_memory
+from lightning_fuse.kernels.kernel import (
+    ParamSpec,
+    ParamUpdate,
+    StepKernel,
+    Support,
+    is_wrapped,
+    overlaps,
+    shows_no_memory,
+)
 from lightning_fuse.kernels.reference import ReferenceKernel
 
 HUGE_REGION = 1 << 22  # bytes from which a region is worth a request for huge pages, of 2 MiB each
@@ -26,13 +34,13 @@ class NativeKernel(StepKernel):
         self._plan: Plan | None = None
         self._sums = SumPlan()
 
-    def for_one_optimizer(self) -> NativeKernel:
-        """See ``StepKernel.for_one_optimizer``: a plan belongs to one optimizer's parameters."""
+    def clone(self) -> NativeKernel:
+        """See ``StepKernel.clone``: a plan belongs to one optimizer's parameters."""
         return NativeKernel()
 
-    def supports(self, slot: Slot) -> Support:
+    def supports(self, spec: ParamSpec) -> Support:
         """See ``StepKernel.supports``."""
-        p = slot.param
+        p = spec.param
         reasons = (
             (p.device.type != "cpu", f"it runs on the CPU, the parameter is on {p.device}"),
             (p.dtype not in DTYPE_IDS, f"parameters must be float32, bfloat16 or float16, not {p.dtype}"),
@@ -40,37 +48,34 @@ class NativeKernel(StepKernel):
             (p.dim() > MAX_DIMS, f"the parameter has {p.dim()} dimensions, {MAX_DIMS} are the most"),
             (overlaps(p), "elements of the parameter may share memory"),
             (p.is_neg(), "the parameter is a view that negates its memory"),
-            (slot.rule.name not in RULE_IDS, f"the rule {slot.rule.name} has no C++ twin"),
-            (slot.master.name not in MASTER_IDS, f"the master weight {slot.master.name} has no C++ twin"),
-            *(
-                (stored.codec.name not in CODEC_IDS, f"the codec {stored.codec.name} has no C++ twin")
-                for stored in slot.moments
-            ),
+            (spec.rule.name not in RULE_IDS, f"the rule {spec.rule.name} has no C++ twin"),
+            (spec.master.name not in MASTER_IDS, f"the master weight {spec.master.name} has no C++ twin"),
+            *((codec.name not in CODEC_IDS, f"the codec {codec.name} has no C++ twin") for codec in spec.codecs),
         )
         for applies, why in reasons:
             if applies:
                 return Support(False, why)
-        why = self.missing()
+        why = self.unavailable_reason()
         return Support(not why, why)
 
-    def how(self) -> str:
-        """See ``StepKernel.how``."""
+    def description(self) -> str:
+        """See ``StepKernel.description``."""
         return describe()
 
-    def missing(self) -> str:
-        """See ``StepKernel.missing``."""
+    def unavailable_reason(self) -> str:
+        """See ``StepKernel.unavailable_reason``."""
         library = load()
         return library if isinstance(library, str) else ""
 
     @torch.no_grad()
-    def step(self, work: Sequence[Work], factor: Tensor | None, found_inf: Tensor | None) -> None:
+    def step(self, updates: Sequence[ParamUpdate], factor: Tensor | None, found_inf: Tensor | None) -> None:
         """See ``StepKernel.step``."""
-        if not work:
+        if not updates:
             return
-        slots, lazy, groups = zip(*work, strict=True)
+        states, lazy, groups = zip(*updates, strict=True)
         grads = [grad.resolve_neg() if grad.is_neg() else grad for grad in lazy]  # asking is no operator call
-        if self._plan is None or not self._plan.fits(slots, grads, groups):
-            self._plan = Plan(slots, grads, groups)
+        if self._plan is None or not self._plan.fits(states, grads, groups):
+            self._plan = Plan(states, grads, groups)
         plan = self._plan
         factor, found_inf = _host_float(factor), _host_float(found_inf)
         changed = _library().step(
@@ -83,9 +88,9 @@ class NativeKernel(StepKernel):
             # Autograd tells by the version that a tensor it saved was written to.
             torch.autograd.graph.increment_version(plan.params)
 
-    def reads(self, device: torch.device) -> bool:
-        """See ``StepKernel.reads``: the CPU, where the library was built."""
-        return device.type == "cpu" and not self.missing()
+    def supports_reduction(self, device: torch.device) -> bool:
+        """See ``StepKernel.supports_reduction``: the CPU, where the library was built."""
+        return device.type == "cpu" and not self.unavailable_reason()
 
     @torch.no_grad()
     def sum_of_squares(self, grads: Sequence[Tensor]) -> Tensor:
@@ -94,10 +99,10 @@ class NativeKernel(StepKernel):
         if any(map(shows_no_memory, kinds)) or max(map(torch.Tensor.dim, grads), default=0) > MAX_DIMS:
             return ReferenceKernel().sum_of_squares(grads)
         rows, layouts = self._sums.rows(grads)
-        pieces, partial = self._sums.pieces, self._sums.partial
+        chunks, partial = self._sums.chunks, self._sums.partial
         threads = max(1, min(torch.get_num_threads(), self._sums.cost // THREAD_GRAIN))
         total = _library().sum_of_squares(
-            rows.buffer_info()[0], pieces.buffer_info()[0], len(pieces) // 3, partial.buffer_info()[0], threads
+            rows.buffer_info()[0], chunks.buffer_info()[0], len(chunks) // 3, partial.buffer_info()[0], threads
         )
         del layouts  # alive until here: the rows point into it
         return torch.tensor(total, dtype=torch.float64)

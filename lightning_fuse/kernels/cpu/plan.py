@@ -26,13 +26,13 @@ from lightning_fuse.kernels.cpu.tables import (
     TASK_COLUMNS,
     WAVE_COLUMNS,
     Layouts,
-    check_slot,
+    check_state,
     cut,
     group_row,
     slot_row,
     tasks_of,
 )
-from lightning_fuse.kernels.kernel import Slot, check_fits
+from lightning_fuse.kernels.kernel import ParamState, check_fits
 from lightning_fuse.rules.rule import LayerwiseRule
 
 Group: TypeAlias = Mapping[str, Any]
@@ -47,7 +47,7 @@ class Plan:
     """The tables of one set of parameters.
 
     Args:
-        slots: The parameters and their state.
+        states: The parameters and their state.
         grads: Their gradients, in the same order.
         groups: Their hyperparameters, in the same order.
 
@@ -58,24 +58,24 @@ class Plan:
         RuntimeError: A tensor of the state is not what its format says, or a gradient has not its parameter's shape.
     """
 
-    def __init__(self, slots: Sequence[Slot], grads: Sequence[Tensor], groups: Sequence[Group]) -> None:
-        for slot, grad in zip(slots, grads, strict=True):
-            check_slot(slot)
-            check_fits(slot, grad)
-        self.slots = slots
-        self.params = [slot.param for slot in slots]
-        self._state = list(chain.from_iterable(map(_state_tensors, slots)))
+    def __init__(self, states: Sequence[ParamState], grads: Sequence[Tensor], groups: Sequence[Group]) -> None:
+        for state, grad in zip(states, grads, strict=True):
+            check_state(state)
+            check_fits(state.spec, grad)
+        self.states = states
+        self.params = [state.spec.param for state in states]
+        self._state = list(chain.from_iterable(map(_state_tensors, states)))
         self._group_numbers = _number(groups)
         self._params_seen = _signature(self.params)
         self._grads_seen = _signature(grads)
         self._state_seen = list(map(_addresses, self._state))
         self._write(grads)
 
-    def fits(self, slots: Sequence[Slot], grads: Sequence[Tensor], groups: Sequence[Group]) -> bool:
+    def fits(self, states: Sequence[ParamState], grads: Sequence[Tensor], groups: Sequence[Group]) -> bool:
         """Whether the tables still say the truth about this work; gradients may have moved."""
         return (
-            len(slots) == len(self.slots)
-            and all(map(is_, slots, self.slots))
+            len(states) == len(self.states)
+            and all(map(is_, states, self.states))
             and _number(groups) == self._group_numbers
             and _signature(self.params) == self._params_seen
             and _signature(grads) == self._grads_seen
@@ -109,18 +109,18 @@ class Plan:
         of_grads = [layouts.add(g) for g in grads]
         self._layouts = layouts
         self._slots_table, self._grads = array("q"), array("q")
-        for slot, group, mine, grad, its in zip(
-            self.slots, self._group_numbers, of_params, grads, of_grads, strict=True
+        for state, group, mine, grad, its in zip(
+            self.states, self._group_numbers, of_params, grads, of_grads, strict=True
         ):
-            self._slots_table.extend(slot_row(slot, group, layouts.address(mine)))
+            self._slots_table.extend(slot_row(state, group, layouts.address(mine)))
             self._grads.extend((grad.data_ptr(), DTYPE_IDS[grad.dtype], layouts.address(its)))
-        self._pieces = cut([(p.numel(), row_length(p.shape)) for p in self.params])
-        measures = any(isinstance(slot.rule, LayerwiseRule) for slot in self.slots)
-        self._tasks, self._waves, self._cost = tasks_of(self._pieces, measures)
-        self._norms = array("d", bytes(16 * (len(self._pieces) // 3) if measures else 0))
+        self._chunks = cut([(p.numel(), row_length(p.shape)) for p in self.params])
+        measures = any(isinstance(state.spec.rule, LayerwiseRule) for state in self.states)
+        self._tasks, self._waves, self._cost = tasks_of(self._chunks, measures)
+        self._norms = array("d", bytes(16 * (len(self._chunks) // 3) if measures else 0))
         self._groups = array("d", bytes(8 * GROUP_COLUMNS * (max(self._group_numbers, default=-1) + 1)))
-        self._scalars = array("b", bytes(SCALARS_BYTES * len(self.slots)))
-        self._header = array("q", [len(self.slots), _at(self._slots_table), _at(self._grads), _at(self._pieces)])
+        self._scalars = array("b", bytes(SCALARS_BYTES * len(self.states)))
+        self._header = array("q", [len(self.states), _at(self._slots_table), _at(self._grads), _at(self._chunks)])
         self._header.extend([len(self._tasks) // TASK_COLUMNS, _at(self._tasks), _at(self._groups), _at(self._scalars)])
         self._header.extend([len(self._waves) // WAVE_COLUMNS, _at(self._waves), _at(self._norms)])
         self._address = _at(self._header)
@@ -132,19 +132,19 @@ class SumPlan(threading.local):
     Each thread has its own: the library runs without Python's lock, and reads them while another thread writes its.
 
     Attributes:
-        pieces: ``Piece`` rows of the gradients last seen.
-        partial: One float64 per piece, for its sum.
+        chunks: ``Chunk`` rows of the gradients last seen.
+        partial: One float64 per chunk, for its sum.
     """
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
         self._dtypes: list[torch.dtype] = []
         self._rows: array[int] | None = None  # None where they point to a layout
-        self.pieces = array("q")
+        self.chunks = array("q")
         self.partial = array("d")
 
     def rows(self, grads: Sequence[Tensor]) -> tuple[array[int], Layouts | None]:
-        """``Gradient`` rows, and what they point to; cuts pieces anew where the sizes changed.
+        """``Gradient`` rows, and what they point to; cuts chunks anew where the sizes changed.
 
         Args:
             grads: float32, bfloat16 or float16, any layout.
@@ -157,8 +157,8 @@ class SumPlan(threading.local):
             self._rows[0::GRADIENT_COLUMNS] = array("q", map(_addresses, grads))
             return self._rows, None
         if sizes != self._sizes:
-            self._sizes, self.pieces = sizes, cut([(size, size) for size in sizes])
-            self.partial = array("d", bytes(8 * (len(self.pieces) // 3)))
+            self._sizes, self.chunks = sizes, cut([(size, size) for size in sizes])
+            self.partial = array("d", bytes(8 * (len(self.chunks) // 3)))
         layouts = Layouts()
         # Squares may be added in any fixed order, so a dense tensor is read as it lies.
         numbers = [0 if grad.is_contiguous() else layouts.add(_as_it_lies(grad)) for grad in grads]
@@ -190,9 +190,8 @@ def _signature(tensors: Sequence[Tensor]) -> list[tuple[torch.dtype, torch.Size,
     return [(t.dtype, t.shape, t.stride()) for t in tensors]
 
 
-def _state_tensors(slot: Slot) -> list[Tensor]:
-    moments = [tensor for stored in slot.moments for tensor in stored.tensors]
-    return [slot.step, *slot.master_tensors, *moments]
+def _state_tensors(state: ParamState) -> list[Tensor]:
+    return [state.step, *state.master, *chain.from_iterable(state.moments)]
 
 
 def _at(table: array[Any]) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 
 from lightning_fuse.registry import unknown_name
 
-ABI = 5  # kAbi in src/tables.h
+ABI = 6  # kAbi in src/tables.h
 FILE_NAME = "lightning_fuse_cpu.so"
 FILE_VARIABLE = "LIGHTNING_FUSE_CPU_LIBRARY"
 LEVEL_VARIABLE = "LIGHTNING_FUSE_CPU_LEVEL"
@@ -101,20 +101,20 @@ class Library:
         """
         return bool(self._step(self._index, plan, factor, found_inf, threads))
 
-    def sum_of_squares(self, grads: int, pieces: int, count: int, partial: int, threads: int) -> float:
+    def sum_of_squares(self, grads: int, chunks: int, count: int, partial: int, threads: int) -> float:
         """The sum of all squares.
 
         Args:
             grads: Address of ``Gradient`` rows.
-            pieces: Address of ``Piece`` rows.
-            count: How many pieces.
+            chunks: Address of ``Chunk`` rows.
+            count: How many chunks.
             partial: Address of room for ``count`` float64 numbers.
             threads: How many threads may work.
 
         Returns:
             The sum, the same at any number of threads and any level.
         """
-        return float(self._sum(self._index, grads, pieces, count, partial, threads))
+        return float(self._sum(self._index, grads, chunks, count, partial, threads))
 
     def prefer_huge_pages(self, address: int, nbytes: int) -> None:
         """Asks the system for huge pages under memory that has not been written yet."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_fuse.formats.blocks import row_length
-from lightning_fuse.kernels.kernel import Slot, StoredMoment, overlaps
-from lightning_fuse.kernels.pieces import PIECE, piece_ends
+from lightning_fuse.kernels.chunks import CHUNK, chunk_ends
+from lightning_fuse.kernels.kernel import ParamState, overlaps
 
 # Numbers of the enumerations in src/tables.h, by name.
 RULE_IDS = {
@@ -50,11 +51,7 @@ SCALARS_BYTES = 56
 MEASURE, STEP = 0, 1  # of a ``Task``
 TASK_COLUMNS, WAVE_COLUMNS = 4, 5
 WAVE = 1 << 18  # elements of whole parameters that are measured, then stepped while a cache still holds them
-PIECE_OVERHEAD = 256  # what a piece costs besides its elements, in elements
-
-
-# What a tensor of the state is called, the tensor, and the shape and dtype that it must have.
-Expected: TypeAlias = tuple[str, Tensor, tuple[int, ...], torch.dtype]
+CHUNK_OVERHEAD = 256  # what a chunk costs besides its elements, in elements
 
 
 class Layouts:
@@ -77,69 +74,56 @@ class Layouts:
         return self._table.buffer_info()[0] + 8 * self._places[number - 1] if number else 0
 
 
-def slot_row(slot: Slot, group: int, layout: int) -> list[int]:
+def slot_row(state: ParamState, group: int, layout: int) -> list[int]:
     """One ``Slot``.
 
     Args:
-        slot: The parameter and its state.
+        state: The parameter and its state.
         group: Its row in the table of groups.
         layout: Address of its layout, or 0.
 
     Returns:
         ``SLOT_COLUMNS`` integers.
     """
-    kept = slot.master_tensors[0].data_ptr() if slot.master_tensors else 0
-    row = [RULE_IDS[slot.rule.name], DTYPE_IDS[slot.param.dtype], MASTER_IDS[slot.master.name], group]
-    row += [slot.param.data_ptr(), layout, kept, slot.step.data_ptr()]
-    row += [slot.param.numel(), row_length(slot.param.shape), slot.index_start]
-    for stored in slot.moments:
-        parts = [tensor.data_ptr() for tensor in stored.tensors]
-        row += [CODEC_IDS[stored.codec.name], *parts, *[0] * (2 - len(parts))]
+    spec, p = state.spec, state.spec.param
+    kept = state.master[0].data_ptr() if state.master else 0
+    row = [RULE_IDS[spec.rule.name], DTYPE_IDS[p.dtype], MASTER_IDS[spec.master.name], group]
+    row += [p.data_ptr(), layout, kept, state.step.data_ptr(), p.numel(), row_length(p.shape), spec.first_index]
+    for codec, tensors in zip(spec.codecs, state.moments, strict=True):
+        parts = [tensor.data_ptr() for tensor in tensors]
+        row += [CODEC_IDS[codec.name], *parts, *[0] * (2 - len(parts))]
     return row + [0] * (SLOT_COLUMNS - len(row))
 
 
-def check_slot(slot: Slot) -> None:
-    """Refuses what does not lie in memory as its format says: the kernel would write beside it.
+def check_state(state: ParamState) -> None:
+    """Refuses what does not lie in memory as its format says: the kernel would write out of bounds.
 
     Args:
-        slot: The parameter and its state.
+        state: The parameter and its state.
 
     Raises:
         RuntimeError: A tensor of the state has another shape, dtype or layout, or lives elsewhere, or the parameter
             has left the CPU, changed its dtype or got memory that its elements share.
     """
-    p = slot.param
-    if p.device.type != "cpu" or p.dtype not in slot.master.dtypes:
+    spec, p = state.spec, state.spec.param
+    if p.device.type != "cpu" or p.dtype not in spec.master.dtypes:
         raise RuntimeError(
-            f"{slot.name} became {p.dtype} on {p.device} after its state was made, with master={slot.master.name!r}: "
+            f"{spec.name} became {p.dtype} on {p.device} after its state was made, with master={spec.master.name!r}: "
             "move and convert the model first, then build the optimizer"
         )
     if overlaps(p) or p.is_neg():
         raise RuntimeError(
-            f"the data of {slot.name} was replaced by a view whose elements share memory or are negated (shape "
+            f"the data of {spec.name} was replaced by a view whose elements share memory or are negated (shape "
             f"{tuple(p.shape)}, strides {p.stride()}): give it memory of its own, for instance with .clone()"
         )
-    shape = tuple(p.shape)
-    expected: list[Expected] = [("step", slot.step, (), torch.int64)]
-    for stored in slot.moments:
-        expected += _parts(stored, shape)
-    for part, tensor in zip(slot.master.parts(shape), slot.master_tensors, strict=True):
-        expected.append((part.suffix, tensor, part.shape, part.dtype))
-    for key, tensor, wanted, dtype in expected:
-        fits = tuple(tensor.shape) == wanted and tensor.dtype == dtype
+    found = [state.step, *chain.from_iterable(state.moments), *state.master]
+    for (key, wanted), tensor in zip(replace(spec).tensors.items(), found, strict=True):
+        fits = tuple(tensor.shape) == wanted.shape and tensor.dtype == wanted.dtype
         if not fits or not tensor.is_contiguous() or tensor.device.type != "cpu":
             raise RuntimeError(
-                f"state {key} of {slot.name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, expected "
-                f"contiguous {dtype} {wanted} on the CPU: replace state through load_state_dict"
+                f"state {key} of {spec.name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, expected "
+                f"contiguous {wanted.dtype} {wanted.shape} on the CPU: replace state through load_state_dict"
             )
-
-
-def _parts(stored: StoredMoment, shape: tuple[int, ...]) -> list[Expected]:
-    parts = stored.codec.parts(shape)
-    return [
-        (stored.moment.name + part.suffix, tensor, part.shape, part.dtype)
-        for part, tensor in zip(parts, stored.tensors, strict=True)
-    ]
 
 
 def group_row(group: Mapping[str, Any]) -> tuple[float, ...]:
@@ -164,7 +148,7 @@ def group_row(group: Mapping[str, Any]) -> tuple[float, ...]:
 
 
 def cut(sizes: Sequence[tuple[int, int]]) -> array[int]:
-    """Cuts tensors into ``Piece`` rows of about equal length that cut no block.
+    """Cuts tensors into ``Chunk`` rows of about equal length that cut no block.
 
     Args:
         sizes: (elements, elements of a row in which blocks lie without a cut) of each tensor.
@@ -172,32 +156,32 @@ def cut(sizes: Sequence[tuple[int, int]]) -> array[int]:
     Returns:
         Rows (tensor, begin, end), flattened; none for empty tensors.
     """
-    pieces = array("q")
+    chunks = array("q")
     for index, (numel, row) in enumerate(sizes):
         begin = 0
-        for end in piece_ends(numel, row):
-            pieces.extend((index, begin, end))
+        for end in chunk_ends(numel, row):
+            chunks.extend((index, begin, end))
             begin = end
-    return pieces
+    return chunks
 
 
-def tasks_of(pieces: array[int], measured: bool) -> tuple[array[int], array[int], int]:
-    """Joins pieces to tasks, what one thread takes at a time: many for balance, not so many that taking costs.
+def tasks_of(chunks: array[int], measured: bool) -> tuple[array[int], array[int], int]:
+    """Joins chunks to tasks, what one thread takes at a time: many for balance, not so many that taking costs.
 
     Args:
-        pieces: Rows (tensor, begin, end), flattened.
+        chunks: Rows (tensor, begin, end), flattened.
         measured: Whether norms must be known before a step: tensors are then measured wave by wave, each one ahead of
             the steps of the wave before it, so that threads need not wait for one another.
 
     Returns:
         ``Task`` rows and ``Wave`` rows, flattened; and the cost of all, in elements.
     """
-    costs = [end - begin + PIECE_OVERHEAD for begin, end in zip(pieces[1::3], pieces[2::3], strict=True)]
+    costs = [end - begin + CHUNK_OVERHEAD for begin, end in zip(chunks[1::3], chunks[2::3], strict=True)]
     total = sum(costs)
-    target = min(PIECE, max(4096, (min(total, WAVE) if measured else total) // 32))
+    target = min(CHUNK, max(4096, (min(total, WAVE) if measured else total) // 32))
     waves: list[list[tuple[int, int]]] = [[]]
     first, running, in_wave = 0, 0, 0
-    for number, (cost, begin) in enumerate(zip(costs, pieces[1::3], strict=True)):
+    for number, (cost, begin) in enumerate(zip(costs, chunks[1::3], strict=True)):
         ends = measured and in_wave >= WAVE and begin == 0
         if running and (ends or running + cost > target):
             waves[-1].append((first, number))

@@ -225,7 +225,7 @@ void each_tile(const Plan& plan, const Piece& piece, int64_t tile, Run run) {
     const Slot& slot = plan.slots[piece.slot];
     for (int64_t begin = piece.begin; begin < piece.end;) {
         const int64_t end = begin + tile < piece.end ? block_start(begin + tile, slot.row) : piece.end;
-        run(Span{begin, static_cast<int>(end - begin), slot.row, slot.index_start + begin, *slot.step + 1});
+        run(Span{begin, static_cast<int>(end - begin), slot.row, slot.first_index + begin, static_cast<int64_t>(*slot.step) + 1});
         begin = end;
     }
 }

@@ -74,7 +74,7 @@ void fill_scalars(const Plan& plan, float factor) {
             plan.scalars[i] = plan.scalars[i - 1];
             continue;
         }
-        kScalars[static_cast<int>(slot.rule)](group, *slot.step + 1, plan.scalars[i].value);
+        kScalars[static_cast<int>(slot.rule)](group, static_cast<int64_t>(*slot.step) + 1, plan.scalars[i].value);
         plan.scalars[i].factor = group.maximize != 0.0 ? -factor : factor;
     }
 }
@@ -110,7 +110,7 @@ LF_EXPORT int lightning_fuse_step(int level, const Plan* plan, const float* fact
     if (found_inf && *found_inf != 0.0f) return 0;
     fill_scalars(*plan, factor ? *factor : 1.0f);
     kLevels[level].step(*plan, threads);
-    for (int64_t i = 0; i < plan->slots_count; ++i) ++*plan->slots[i].step;
+    for (int64_t i = 0; i < plan->slots_count; ++i) *plan->slots[i].step += 1.0;
     return 1;
 }
 

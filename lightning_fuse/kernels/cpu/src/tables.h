@@ -6,7 +6,7 @@
 
 namespace lightning_fuse {
 
-constexpr int64_t kAbi = 5;
+constexpr int64_t kAbi = 6;
 constexpr int kMaxMoments = 3;
 
 enum class Rule : int64_t { kAdamW, kAdamWAmsgrad, kAdam, kAdamAmsgrad, kSGD, kSGDMomentum, kSGDNesterov, kLion,
@@ -38,10 +38,10 @@ struct Slot {
     void* param;
     const Layout* layout;
     void* kept;     // what the master weight keeps beside the parameter, or null
-    int64_t* step;  // updates applied so far
+    double* step;   // updates applied so far, a whole number
     int64_t numel;
     int64_t row;          // elements in which blocks lie without a cut
-    int64_t index_start;  // index of the first element in the whole, unsharded parameter
+    int64_t first_index;  // index of the first element in the whole, unsharded parameter
     Moment moments[kMaxMoments];
 };
 

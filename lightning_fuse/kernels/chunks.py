@@ -1,14 +1,14 @@
-"""How a tensor is cut into pieces: what one thread takes at a time, and what a sum of squares is ordered by."""
+"""How a tensor is cut into chunks: what one thread takes at a time, and what a sum of squares is ordered by."""
 
 from __future__ import annotations
 
 from lightning_fuse.formats.blocks import BLOCK
 
-PIECE = 1 << 16  # elements, at most
+CHUNK = 1 << 16  # elements, at most
 
 
-def piece_ends(numel: int, row: int) -> list[int]:
-    """Where the pieces of a tensor end: as far as 65,536 elements go without cutting a block.
+def chunk_ends(numel: int, row: int) -> list[int]:
+    """Where the chunks of a tensor end: as far as 65,536 elements go without cutting a block.
 
     Args:
         numel: Elements of the tensor.
@@ -20,7 +20,7 @@ def piece_ends(numel: int, row: int) -> list[int]:
     ends: list[int] = []
     begin = 0
     while begin < numel:
-        begin = numel if numel - begin <= PIECE else block_start(begin + PIECE, row)
+        begin = numel if numel - begin <= CHUNK else block_start(begin + CHUNK, row)
         ends.append(begin)
     return ends
 
