@@ -59,8 +59,6 @@ def check(cfg: DictConfig) -> None:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     _check_words(cfg)
-    if "sweep" in cfg:
-        raise ConfigError("+sweep: these files are for W&B (wandb sweep FILE); use multirun=NAME here")
     options = run_options(cfg)
     found = find_conflict(options)
     if found is not None:

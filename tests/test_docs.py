@@ -22,6 +22,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
+from lightning_fuse.cli.main import COMMANDS as CLI
 from lightning_fuse.config import ConfigError, check
 from lightning_fuse.formats import STATE_FORMATS
 from lightning_fuse.rules import RULES
@@ -30,8 +31,11 @@ from tests.pages import PAGES, ROOT, Command, blocks, commands, text_of
 
 # Each once, where it stands first.
 COMMANDS = list({command.words: command for page in reversed(PAGES) for command in reversed(commands(page))}.values())
-TRAIN = [c for c in COMMANDS if c.words[:2] == ("python", "train.py")]
-SCRIPTS = [c for c in COMMANDS if c.words[0] == "python" and c.words[1].startswith("scripts/")]
+TRAIN = [c for c in COMMANDS if c.words[:2] in (("python", "train.py"), ("lightning-fuse", "train"))]
+SCRIPTS = [
+    c for c in COMMANDS
+    if c not in TRAIN and (c.words[0] == "lightning-fuse" or " ".join(c.words).startswith("python scripts/"))
+]  # fmt: skip
 
 # Commands that are not run here: what they begin with or hold -> why, and what is done instead.
 ELSEWHERE = {
@@ -39,7 +43,7 @@ ELSEWHERE = {
     "pip install": "downloads; tests/test_packaging.py builds the wheel and holds the extras to the pins",
     "python3 -m venv": "makes an environment",
     ". .venv/bin/activate": "changes the shell",
-    "wandb sweep": "needs W&B's server; tests/test_sweeps.py checks the files against its schema",
+    "wandb sweep": "needs W&B's server; tests/test_sweeps.py checks what is printed against its schema",
     "wandb agent": "needs W&B's server; tests/test_sweeps.py runs its substitution of the command",
     "wandb sync": "needs W&B's server",
     "scripts/format_error.py": "takes minutes; tests/formats/test_format_error.py runs its short form",
@@ -126,7 +130,7 @@ def test_every_command_is_run_or_named(repo_root: Path) -> None:
     lost = [str(c) for c in others if not any(" ".join(c.words).startswith(start) for start in ELSEWHERE)]
     assert lost == []
     for command in SCRIPTS:
-        assert (repo_root / command.words[1]).is_file(), command
+        assert command.words[1] in CLI or (repo_root / command.words[1]).is_file(), command
     for command in others:
         assert all((repo_root / word).is_file() for word in command.words if word.startswith("lightning_fuse/conf/")), (
             command
@@ -256,9 +260,10 @@ def test_a_script_runs(
     command: Command, folder: Path, workshop: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = Path(command.words[1]).stem
-    words = _filled(command.words[2:], workshop)
+    given = command.words[: command.words.index(">")] if ">" in command.words else command.words
+    words = _filled(given[2:], workshop)
     if name == "bench_step":  # its rows belong to the checkout
         words += ["--output", str(folder / "step.csv")]
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))  # as for any script
-    module = importlib.import_module(f"scripts.{name}")
+    module = importlib.import_module(f"lightning_fuse.cli.{CLI[name][0]}" if name in CLI else f"scripts.{name}")
     assert module.main(words) in (None, 0)

@@ -1,4 +1,4 @@
-"""Sweeps: W&B's files obey its schema, Hydra's multiruns are the same runs, and the launchers start them."""
+"""Sweeps: what is printed for W&B obeys its schema and is the multirun, and the launchers start it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,13 @@ from hydra.utils import get_class
 from jsonschema import Draft7Validator
 from omegaconf import DictConfig
 
+from lightning_fuse.cli.sweep import main, sweep_of
 from lightning_fuse.config import ConfigError, check
 from tests.composing import CONF, ROOT, composed
 
-SWEEPS = sorted(path.stem for path in (CONF / "sweep").glob("*.yaml"))
+SWEEPS = sorted(path.stem for path in (CONF / "multirun").glob("*.yaml"))
 SCHEMA = json.loads((ROOT / "tests" / "sweep_schema.json").read_text(encoding="utf-8"))
 Values = frozenset[tuple[str, Any]]
-
-
-def sweep_of(name: str) -> dict[str, Any]:
-    return yaml.safe_load((CONF / "sweep" / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
 def with_hydra(*words: str) -> DictConfig:
@@ -57,9 +54,22 @@ def values(run: list[str]) -> Values:
     return frozenset((o.key_or_group, o.value()) for o in OverridesParser.create().parse_overrides(run))
 
 
-def test_there_are_sweeps_and_a_multirun_for_each() -> None:
+def test_the_command_prints_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"byte_lm_optimizers", "digits_lr"} <= set(SWEEPS)
-    assert sorted(path.stem for path in (CONF / "multirun").glob("*.yaml")) == SWEEPS
+    assert main(["digits_lr"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out) == sweep_of("digits_lr")
+    assert main(["digits_l"]) == 2
+    assert "did you mean 'digits_lr'?" in capsys.readouterr().err
+
+
+def test_a_list_of_ones_own_is_a_sweep_too(tmp_path: Path) -> None:
+    (tmp_path / "multirun").mkdir()
+    own = "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {params: {seed: 'range(3)', +x.y: \"'a b',c\"}}}\n"
+    (tmp_path / "multirun" / "own.yaml").write_text(own)
+    sweep = sweep_of("own", str(tmp_path))
+    assert sweep["parameters"] == {"seed": {"values": [0, 1, 2]}, "x.y": {"values": ["a b", "c"]}}
+    assert sweep["metric"] == {"name": "val/loss", "goal": "minimize"}
+    assert sweep["command"][2:5] == ["train", "--config-dir", str(tmp_path)]
 
 
 @pytest.mark.parametrize("name", SWEEPS)
@@ -67,7 +77,6 @@ def test_a_sweep_file_obeys_the_schema(name: str) -> None:
     sweep = sweep_of(name)
     Draft7Validator(SCHEMA).validate(sweep)
     assert sweep["name"] == name
-    assert (ROOT / sweep["program"]).is_file()
 
 
 @pytest.mark.parametrize("name", SWEEPS)
@@ -189,7 +198,7 @@ def test_the_command_of_a_sweep_is_one_of_ours(name: str) -> None:
         for part in create_sweep_command(sweep["command"])
         for word in (filled[part[2:-1]] if part.startswith("${") else [part])
     ]
-    assert command[:2] == ["python", "train.py"]
+    assert command[:2] == ["lightning-fuse", "train"]
     cfg = composed(*command[2:])
     check(cfg)
     assert cfg.logger.wandb.offline is False
@@ -197,11 +206,6 @@ def test_the_command_of_a_sweep_is_one_of_ours(name: str) -> None:
     assert cfg.optimizer.name == sent["optimizer"]["value"]
     if "optimizer.lr" in sent:
         assert cfg.optimizer.lr == sent["optimizer.lr"]["value"]
-
-
-def test_a_sweep_file_is_no_choice_of_train_py() -> None:
-    with pytest.raises(ConfigError, match="use multirun=NAME here"):
-        check(composed("+sweep=digits_lr"))
 
 
 def test_a_refused_run_of_a_wandb_agent_ends_well(

@@ -18,6 +18,7 @@ COMMANDS = {
     "compare": ("compare", "compares finished runs over their seeds, and writes a page"),
     "ledger": ("ledger", "counts the memory and traffic of a run before it is started"),
     "convert": ("convert", "converts a checkpoint to other state formats, or to torch's"),
+    "sweep": ("sweep", "prints a list of runs (multirun=NAME) as a W&B sweep"),
     "import-wandb": ("import_wandb", "makes run folders of offline W&B runs"),
 }
 
