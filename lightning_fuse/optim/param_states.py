@@ -1,4 +1,4 @@
-"""Where specs get memory: state is allocated at a parameter's first gradient, and taken over where somebody replaced it.
+"""Where specs get memory: at a parameter's first gradient, or from what somebody has put into its state.
 
 ``optimizer.state[p]`` belongs to its user, as every torch optimizer's does: wrappers keep entries of their own there,
 torch's and other loaders replace tensors or the whole dict. Entries with other keys are left alone.
@@ -41,7 +41,7 @@ def ensure_states(specs: Sequence[ParamSpec], store: StateStore) -> list[ParamSt
         (spec, part) for spec in specs for key, part in spec.tensors.items() if key not in store.get(spec.param, ())
     ]
     requests = [Request(part.suffix, part.shape, part.dtype, spec.param.device) for spec, part in missing]
-    for (spec, part), tensor in zip(missing, allocate(requests), strict=True):
+    for (spec, part), tensor in zip(missing, allocate(requests) if requests else (), strict=True):
         store.setdefault(spec.param, {})[part.suffix] = tensor
     of_masters = {id(spec): spec for spec, part in missing if part.suffix in ("master", "remainder")}
     for spec in of_masters.values():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_fuse import FusedAdam, FusedAdamW, FusedLAMB, FusedLARS, FusedLion, FusedSGD
+from lightning_fuse import FusedAdam, FusedAdamW, FusedAdEMAMix, FusedLAMB, FusedLARS, FusedLion, FusedSGD
 from lightning_fuse.formats import STATE_FORMATS
 from lightning_fuse.kernels import KERNELS, ParamUpdate
 from lightning_fuse.optim import FusedOptimizer
@@ -36,6 +36,7 @@ MAKERS: dict[str, Callable[..., FusedOptimizer]] = {
     "lars": lambda ps, **s: FusedLARS(ps, lr=0.1, trust_coefficient=0.5, **s),
     "lars_nesterov": lambda ps, **s: FusedLARS(ps, lr=0.1, nesterov=True, trust_coefficient=0.5, **s),
     "lamb": lambda ps, **s: FusedLAMB(ps, lr=0.1, **s),
+    "ademamix": lambda ps, **s: FusedAdEMAMix(ps, lr=0.1, **s),
 }
 EVERY_RULE = pytest.mark.parametrize("rule", MAKERS)
 BLOCKY = ["fp32", "bf16", "int8", "int8_bf16"]
@@ -134,7 +135,7 @@ def test_case_35_dtypes(kernel: str, of_param: torch.dtype, of_grad: torch.dtype
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
 def test_case_35_other_dtypes_are_refused(kernel: str, dtype: torch.dtype) -> None:
     with pytest.raises(TypeError, match="must be one of float32, bfloat16, float16"):
-        FusedAdamW([torch.ones(3, dtype=dtype)], kernel=kernel)
+        FusedAdamW([Parameter(torch.ones(3, dtype=dtype))], kernel=kernel)
     good, late = Parameter(torch.ones(3)), Parameter(torch.ones(3))
     optimizer = FusedAdamW([good, late], kernel=kernel)
     good.grad = torch.ones(3)

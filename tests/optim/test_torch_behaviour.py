@@ -193,7 +193,7 @@ def test_the_state_is_plain_tensors_under_torchs_names() -> None:
     assert set(optimizer.state[params["bias"]]) == {"step", "exp_avg", "exp_avg_sq", "remainder"}
     for state in optimizer.state.values():
         assert all(type(value) is torch.Tensor and value.is_contiguous() for value in state.values())
-        assert state["step"].dtype == torch.int64
+        assert state["step"].dtype == torch.float64
         assert state["step"].shape == ()
         assert state["step"].item() == 1
 
