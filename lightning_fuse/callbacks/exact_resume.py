@@ -8,6 +8,7 @@ epoch's end, or where ``max_steps`` stopped. Beside what Lightning saves, a chec
 - the place of each training loader in its epoch (a plain ``DataLoader`` is exchanged for one that can be continued, and
   yields the same batches; what cannot be continued is named in a warning);
 - the gradients of an open accumulation window, in manual optimization all that are there;
+- which parameters are frozen, where a callback freezes and unfreezes them;
 - what training metrics have gathered in an epoch that is not over, and the metrics that plateau schedulers look at;
 - versions of the packages, and a format version.
 
@@ -28,7 +29,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.io import TorchCheckpointIO
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import BaseFinetuning, Callback
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -45,7 +46,8 @@ from lightning_fuse.callbacks.loader_state import (
 )
 from lightning_fuse.callbacks.loop_position import BETWEEN, LoopPosition, position_of, prepare_loops, settle_loops
 from lightning_fuse.callbacks.random_state import capture_random_state, restore_random_state
-from lightning_fuse.callbacks.resume_settings import Numbers, hyperparameters, override_keys, settle
+from lightning_fuse.callbacks.resume_settings import Numbers, hyperparameters, override_keys, schedule_settings, settle
+from lightning_fuse.callbacks.trainable_state import capture_trainable, restore_trainable
 from lightning_fuse.optim import FusedOptimizer, LoadOptions
 from lightning_fuse.plugins import contract_of
 from lightning_fuse.plugins.atomic_checkpoint import AtomicCheckpointIO
@@ -89,6 +91,7 @@ class ExactResume(Callback):
         self.load = dict(load) if isinstance(load, Mapping) else load
         self._resume: tuple[dict[str, Any], LoopPosition] | None = None
         self._configured: list[list[Numbers]] | None = None  # hyperparameters before a checkpoint is loaded
+        self._schedules: list[Numbers] = []  # settings of the schedulers, likewise
         self._metrics: EpochMetricsRestorer | None = None
         self._finished: dict[str, Any] | None = None  # the state at the end of the last fit
         self._warned: set[str] = set()
@@ -125,7 +128,8 @@ class ExactResume(Callback):
             ranks = [None] * trainer.world_size
             dist.all_gather_object(ranks, mine)
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        return {"format": FORMAT, "ranks": ranks, "metrics": metrics}
+        trainable = capture_trainable(trainer.lightning_module)
+        return {"format": FORMAT, "ranks": ranks, "metrics": metrics, "trainable": trainable}
 
     def _fetched_ahead(self, trainer: pl.Trainer) -> list[Any]:
         """Batches that Lightning took from a loader of unknown length before it needed them."""
@@ -141,7 +145,9 @@ class ExactResume(Callback):
         """Sees to it that the training loaders can be continued, and checkpoint files are read and written safely."""
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+        self._configured = None
         if stage == "fit":
+            self._note_optimizers(trainer)
             source = trainer.fit_loop._data_source
             trainer.fit_loop._data_source = _ResumableSource(source, self._make_resumable)
 
@@ -178,19 +184,38 @@ class ExactResume(Callback):
         Raises:
             ValueError: ``override`` names no hyperparameter.
         """
-        self._configured = None
         if trainer.ckpt_path is None or trainer.strategy.restore_checkpoint_after_setup:
+            self._configured = None
             return
         loaded: Any = trainer._checkpoint_connector._loaded_checkpoint
         loaded.pop("state_dict", None)  # in the model by now; its memory is wanted
         if self.mode == "weights_only":
             loaded.clear()  # Lightning then restores nothing more
+            self._configured = None
             return
-        self._configured = hyperparameters(trainer.optimizers)
+        if self._configured is None:
+            self._configured = hyperparameters(trainer.optimizers)
+        self._schedules = schedule_settings([config.scheduler for config in trainer.lr_scheduler_configs])
         override_keys(self.override, self._configured)
         for optimizer in trainer.optimizers:
             if self.load is not None and isinstance(optimizer, FusedOptimizer):
                 optimizer.load_options = _load_options(self.load, optimizer.load_options)
+
+    def _note_optimizers(self, trainer: pl.Trainer) -> None:
+        """Notes the configured hyperparameters as soon as there are any.
+
+        A finetuning callback sets the checkpoint's groups in its own ``on_fit_start``, which may come before ours.
+        """
+        if not any(isinstance(callback, BaseFinetuning) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+            return
+        strategy: Any = trainer.strategy
+
+        def setup_optimizers(trainer: pl.Trainer) -> None:
+            del strategy.setup_optimizers
+            strategy.setup_optimizers(trainer)
+            self._configured = hyperparameters(trainer.optimizers)
+
+        strategy.setup_optimizers = setup_optimizers
 
     def _settle_settings(self, trainer: pl.Trainer) -> None:
         """Lets the configuration win where it shall, and says what differs."""
@@ -199,7 +224,8 @@ class ExactResume(Callback):
         configured, self._configured = self._configured, None
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         override = override_keys(self.override, configured)
-        lines = [str(found) for found in settle(trainer.optimizers, schedulers, configured, override)]
+        differences = settle(trainer.optimizers, schedulers, configured, override, self._schedules)
+        lines = [str(found) for found in differences]
         for optimizer in trainer.optimizers:
             report = getattr(optimizer, "last_load", None)
             if report is not None and not report.exact:
@@ -215,6 +241,7 @@ class ExactResume(Callback):
             return
         state, place = self._resume
         self._resume = None
+        self._restore_trainable(trainer, pl_module, state.get("trainable"))
         if place is LoopPosition.INSIDE_BATCH:
             self._warn("the checkpoint was saved inside a batch, when an exception struck; that batch is left out")
         # Lightning has none of these after a resume, and a plateau scheduler may ask before the next validation.
@@ -250,6 +277,15 @@ class ExactResume(Callback):
         if self._metrics is not None:
             self._metrics.merge_logged(trainer)
             self._metrics = None
+
+    def _restore_trainable(self, trainer: pl.Trainer, module: pl.LightningModule, state: Any) -> None:
+        """Freezes and unfreezes as the run had; a callback that does so knows, of anything else the user is told."""
+        switched = [] if state is None else restore_trainable(module, state)
+        if switched and not any(isinstance(callback, BaseFinetuning) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+            self._warn(
+                f"requires_grad is that of the checkpoint for {', '.join(switched[:3])}"
+                + (f" and {len(switched) - 3} more" if len(switched) > 3 else "")
+            )
 
     def _compare_loaders(self, trainer: pl.Trainer, saved: list[dict[str, Any]]) -> None:
         """Says where the data are not those of the checkpoint, as far as a loader tells."""

@@ -101,7 +101,10 @@ class Fuse(Callback):
         trainer.strategy.precision_plugin = FusePrecision(stock, contract, self.spec)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Says once what runs."""
+        """Says once what runs; a run that has had its ``max_updates`` gets no more."""
+        plugin = trainer.precision_plugin
+        if self._max_updates is not None and isinstance(plugin, FusePrecision):
+            trainer.should_stop = trainer.should_stop or plugin.contract.updates >= self._max_updates
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, FusedOptimizer):
                 rank_zero_info(f"lightning_fuse: {optimizer.describe()}")
