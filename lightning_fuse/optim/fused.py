@@ -337,6 +337,8 @@ class FusedOptimizer(Optimizer):
             return False
         if cache.names != group.get("param_names", cache.names):
             return False
+        if cache.specs and cache.specs[0].group is not group:
+            return False  # somebody has replaced the dict
         if hyper is None or hyper != cache.hyper:
             # Settings may stand for another rule now, for instance after momentum was set.
             cache.hyper = hyper if hyper is not None else cache.hyper
