@@ -15,8 +15,8 @@ from lightning_fuse.formats import STATE_FORMATS
 from lightning_fuse.kernels import KERNELS, ParamUpdate
 from lightning_fuse.optim import FusedOptimizer
 from lightning_fuse.rules import RULES
-from tests.kernels import twins
-from tests.kernels.twins import BF16, F16, F32, Case
+from tests.kernels import native_harness
+from tests.kernels.native_harness import BF16, F16, F32, Case
 from tests.tolerances import UNIT_STEP
 
 MISSING = KERNELS["native"].unavailable_reason()
@@ -53,7 +53,7 @@ def stepped(optimizer: FusedOptimizer, grads: list[list[Tensor]]) -> list[Tensor
 
 
 def all_same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(map(twins.same_bits, a, b))
+    return len(a) == len(b) and all(map(native_harness.same_bits, a, b))
 
 
 @KERNEL
@@ -124,10 +124,10 @@ def test_case_35_dtypes(kernel: str, of_param: torch.dtype, of_grad: torch.dtype
     """float32 maths and one rounding."""
     for rule in MAKERS:
         start, grad = torch.randn(3, 140).to(of_param), torch.randn(3, 140).to(of_grad)
-        mixed = twins.make_state(start, PLAIN._replace(rule=rule, dtype=of_param))
-        exact = twins.make_state(start.float(), PLAIN._replace(rule=rule))
-        KERNELS[kernel].step([ParamUpdate(mixed, grad, twins.GROUP)], None, None)
-        KERNELS[kernel].step([ParamUpdate(exact, grad.float(), twins.GROUP)], None, None)
+        mixed = native_harness.make_state(start, PLAIN._replace(rule=rule, dtype=of_param))
+        exact = native_harness.make_state(start.float(), PLAIN._replace(rule=rule))
+        KERNELS[kernel].step([ParamUpdate(mixed, grad, native_harness.GROUP)], None, None)
+        KERNELS[kernel].step([ParamUpdate(exact, grad.float(), native_harness.GROUP)], None, None)
         assert torch.equal(mixed.spec.param, exact.spec.param.to(of_param))
 
 
@@ -255,17 +255,19 @@ def test_case_45_dither_is_no_random_number(kernel: str, rule: str, state: str, 
     def run(cuts: list[int], seed: int, threads: int) -> list[Tensor]:
         ends = [*cuts, shape[0]]
         begins = [0, *cuts]
-        slots = [twins.make_state(start[a:b], case, a * shape[1]) for a, b in zip(begins, ends, strict=True)]
+        slots = [native_harness.make_state(start[a:b], case, a * shape[1]) for a, b in zip(begins, ends, strict=True)]
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
             for grad in grads:
                 torch.manual_seed(seed)
-                work = [ParamUpdate(s, grad[a:b], twins.GROUP) for s, a, b in zip(slots, begins, ends, strict=True)]
+                work = [
+                    ParamUpdate(s, grad[a:b], native_harness.GROUP) for s, a, b in zip(slots, begins, ends, strict=True)
+                ]
                 KERNELS[kernel].step(work, None, None)
         finally:
             torch.set_num_threads(before)
-        held = [[t for name, t in twins.tensors_of(slot).items() if name != "step"] for slot in slots]
+        held = [[t for name, t in native_harness.tensors_of(slot).items() if name != "step"] for slot in slots]
         return [torch.cat(parts) for parts in zip(*held, strict=True)]
 
     with torch.random.fork_rng():

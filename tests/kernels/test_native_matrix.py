@@ -23,8 +23,8 @@ from torch import Tensor
 from lightning_fuse.formats import MASTERS, STATE_FORMATS
 from lightning_fuse.kernels import KERNELS, ParamSpec, ParamState, ParamUpdate
 from lightning_fuse.rules import RULES
-from tests.kernels import twins
-from tests.kernels.twins import BF16, F16, F32, LAYOUTS, MASTERS_OF, SHAPES
+from tests.kernels import native_harness
+from tests.kernels.native_harness import BF16, F16, F32, LAYOUTS, MASTERS_OF, SHAPES
 
 pytestmark = pytest.mark.skipif(
     bool(KERNELS["native"].unavailable_reason()), reason=KERNELS["native"].unavailable_reason()
@@ -38,7 +38,7 @@ SKIPPED = 5  # this step finds something that is not finite
 UNIFORM = 11  # from this step on narrow gradients are the same in all elements, and may be expanded
 FULL, NARROW = 0, 1  # gradients of 24 bits; gradients that every dtype holds
 WEIGHTS = [(dtype, master) for dtype, masters in MASTERS_OF.items() for master in masters]
-LEVELS = [] if KERNELS["native"].unavailable_reason() else list(twins.shared_library().runnable)
+LEVELS = [] if KERNELS["native"].unavailable_reason() else list(native_harness.shared_library().runnable)
 
 
 class Kind(NamedTuple):
@@ -166,7 +166,7 @@ class World:
 
 
 def settings(step: int) -> tuple[dict[str, object], Tensor | None, Tensor | None]:
-    group = {**twins.GROUP, "lr": twins.GROUP["lr"] / (1 + step), "maximize": step % 5 == 3}
+    group = {**native_harness.GROUP, "lr": native_harness.GROUP["lr"] / (1 + step), "maximize": step % 5 == 3}
     factor = torch.tensor(0.37) if step % 3 == 1 else None
     return group, factor, torch.tensor(float(step == SKIPPED)) if step % 2 else None
 
@@ -193,7 +193,7 @@ def expected(rule: str, state: str, members: Sequence[Variant]) -> dict[int, dic
 def walk(rule: str, state: str, members: Sequence[Variant], levels: Sequence[str], threads: Sequence[int]) -> None:
     true = expected(rule, state, members)
     world, kernel = World(rule, state, [(v.kind, v.layout) for v in members]), KERNELS["native"].clone()
-    library, before = twins.shared_library(), torch.get_num_threads()
+    library, before = native_harness.shared_library(), torch.get_num_threads()
     try:
         for level, count in product(levels, threads):
             library.set_level(level)
@@ -207,7 +207,7 @@ def walk(rule: str, state: str, members: Sequence[Variant], levels: Sequence[str
                 )
                 if step in LOOKS:
                     for key, tensor in world.written().items():
-                        assert twins.same_bits(tensor, true[step][key]), (rule, state, level, count, step, key)
+                        assert native_harness.same_bits(tensor, true[step][key]), (rule, state, level, count, step, key)
     finally:
         torch.set_num_threads(before)
         library.set_level(library.runnable[-1])
@@ -250,4 +250,4 @@ def test_the_comparison_sees_one_wrong_bit() -> None:
     world = World("adamw", "int8", [(v.kind, v.layout) for v in members])
     world.reset()
     assert set(world.written()) == set(true[1])
-    assert not all(twins.same_bits(tensor, true[1][key]) for key, tensor in world.written().items())
+    assert not all(native_harness.same_bits(tensor, true[1][key]) for key, tensor in world.written().items())

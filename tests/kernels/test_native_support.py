@@ -6,6 +6,7 @@ import gc
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -17,8 +18,8 @@ from lightning_fuse.kernels import KERNELS, ParamUpdate, choose_kernel, dispatch
 from lightning_fuse.kernels.cpu import native, plan, tables
 from lightning_fuse.rules import RULES
 from lightning_fuse.rules.lamb import LAMB
-from tests.kernels import twins
-from tests.kernels.twins import BF16, F16, F32, Case
+from tests.kernels import native_harness
+from tests.kernels.native_harness import BF16, F16, F32, Case
 
 pytestmark = pytest.mark.skipif(
     bool(KERNELS["native"].unavailable_reason()), reason=KERNELS["native"].unavailable_reason()
@@ -40,7 +41,7 @@ def test_every_rule_format_and_master_is_supported() -> None:
     for rule, state, dtype, master in product(RULES, STATE_FORMATS, (F32, BF16, F16), MASTERS):
         if dtype in MASTERS[master].dtypes:
             case = PLAIN._replace(rule=rule, state=state, dtype=dtype, master=master)
-            assert NATIVE.supports(twins.make_state(torch.ones(3, 4), case)), case
+            assert NATIVE.supports(native_harness.make_state(torch.ones(3, 4), case).spec), case
             count += 1
     assert count == len(RULES) * len(STATE_FORMATS) * 7  # fp32: none; bf16: all four; fp16: none and fp32
     assert set(RULES) == set(tables.RULE_IDS)
@@ -57,15 +58,14 @@ REFUSED: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_it_says_why_not(what: str) -> None:
     make, words = REFUSED[what]
-    slot = twins.make_state(torch.ones(2, 2), PLAIN)
-    why = NATIVE.supports(slot.__class__(**{**slot.__dict__, "param": make()}))
+    why = NATIVE.supports(replace(native_harness.make_state(torch.ones(2, 2), PLAIN).spec, param=make()))
     assert not why
     assert words in why.why
 
 
 def test_auto_takes_native_and_falls_back_for_one_optimizer() -> None:
-    fast, slow = twins.make_state(torch.ones(2, 2), PLAIN), twins.make_state(torch.ones(2, 2), PLAIN)
-    slow = slow.__class__(**{**slow.__dict__, "rule": Unwritten()})
+    fast = native_harness.make_state(torch.ones(2, 2), PLAIN).spec
+    slow = replace(fast, rule=Unwritten())
     assert choose_kernel("auto", [fast]).name == "native"
     assert choose_kernel("auto", [fast, slow]).name == "reference"
     with pytest.raises(NotImplementedError, match=r"the rule unwritten has no C\+\+ twin"):
@@ -75,17 +75,17 @@ def test_auto_takes_native_and_falls_back_for_one_optimizer() -> None:
 def test_a_machine_without_the_library_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "load", lambda: "its library was not built")
     dispatch._say_once.cache_clear()
-    slot = twins.make_state(torch.ones(2, 2), PLAIN)
+    spec = native_harness.make_state(torch.ones(2, 2), PLAIN).spec
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        assert [choose_kernel("auto", [slot]).name for _ in range(3)] == ["reference"] * 3
+        assert [choose_kernel("auto", [spec]).name for _ in range(3)] == ["reference"] * 3
     assert len(said) == 1
     assert "its library was not built; the reference kernel runs instead" in str(said[0].message)
     assert dispatch.sum_of_squares([torch.ones(3)]).item() == 3.0
 
 
 def test_levels_are_an_explicit_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = twins.shared_library()
+    library = native_harness.shared_library()
     assert library.levels[0] == library.runnable[0] == "baseline"
     with pytest.raises(ValueError, match="unknown CPU level 'avx9'; known: baseline"):
         library.set_level("avx9")
@@ -99,8 +99,8 @@ def test_the_sum_is_the_same_at_any_number_of_threads_and_level(dtype: torch.dty
     grads = [torch.randn(s).to(dtype) for s in shapes] + [torch.randn(300, 200).to(dtype).t(), torch.ones(()).expand(9)]
     sums, before = set(), torch.get_num_threads()
     try:
-        for level in twins.shared_library().runnable:
-            twins.shared_library().set_level(level)
+        for level in native_harness.shared_library().runnable:
+            native_harness.shared_library().set_level(level)
             for threads in (1, 2, 3, 4):
                 torch.set_num_threads(threads)
                 sums.add(NATIVE.sum_of_squares(grads).item())
@@ -123,12 +123,14 @@ def test_the_sum_is_finite_exactly_when_all_gradients_are(bad: float) -> None:
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_all_lanes_are_equal(dtype: torch.dtype) -> None:
     """Case 33: a constant gradient moves every element of every length alike."""
-    for level in twins.shared_library().runnable:
-        twins.shared_library().set_level(level)
+    for level in native_harness.shared_library().runnable:
+        native_harness.shared_library().set_level(level)
         for rule in ("sgd", "sgd_momentum", "adamw"):
             for n in range(1, 4 * 32 + 4):
-                slot = twins.make_state(torch.ones(n), PLAIN._replace(rule=rule, dtype=dtype))
-                NATIVE.step([ParamUpdate(slot, torch.ones(n, dtype=dtype), {**twins.GROUP, "lr": 0.1})], None, None)
+                slot = native_harness.make_state(torch.ones(n), PLAIN._replace(rule=rule, dtype=dtype))
+                NATIVE.step(
+                    [ParamUpdate(slot, torch.ones(n, dtype=dtype), {**native_harness.GROUP, "lr": 0.1})], None, None
+                )
                 assert slot.spec.param.unique().numel() == 1
                 assert slot.spec.param[0] != 1.0
 
@@ -136,11 +138,11 @@ def test_all_lanes_are_equal(dtype: torch.dtype) -> None:
 def test_a_nan_spoils_one_element() -> None:
     """Case 43."""
     for state in STATE_FORMATS:
-        slot = twins.make_state(torch.ones(4, 256), PLAIN._replace(state=state))
+        slot = native_harness.make_state(torch.ones(4, 256), PLAIN._replace(state=state))
         grad = torch.ones(4, 256)
         grad[1, 5] = float("nan")
         for _ in range(2):
-            NATIVE.step([ParamUpdate(slot, grad, twins.GROUP)], None, None)
+            NATIVE.step([ParamUpdate(slot, grad, native_harness.GROUP)], None, None)
             grad = torch.ones(4, 256)
         assert slot.spec.param.isnan().sum() == 1
 
@@ -207,9 +209,9 @@ def test_autograd_sees_that_a_parameter_was_written() -> None:
 
 
 def test_rows_have_the_widths_that_c_reads() -> None:
-    slot = twins.make_state(torch.ones(3, 4), PLAIN._replace(rule="adamw_amsgrad", state="int8"))
+    slot = native_harness.make_state(torch.ones(3, 4), PLAIN._replace(rule="adamw_amsgrad", state="int8"))
     assert len(tables.slot_row(slot, 0, 0)) == tables.SLOT_COLUMNS
-    assert len(tables.group_row(twins.GROUP)) == tables.GROUP_COLUMNS
+    assert len(tables.group_row(native_harness.GROUP)) == tables.GROUP_COLUMNS
 
 
 def test_pieces_cover_every_element_once_and_cut_no_block() -> None:

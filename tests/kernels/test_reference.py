@@ -21,7 +21,7 @@ from lightning_fuse.kernels import (
     reference,
 )
 from lightning_fuse.rules import RULES
-from tests.kernels import twins
+from tests.kernels import native_harness
 from tests.rules.rule_table import CASES
 
 KERNEL = KERNELS["reference"]
@@ -31,7 +31,7 @@ EVERY_STATE = pytest.mark.parametrize("state", STATE_FORMATS)
 
 
 def slot_of(rule: str, param: Tensor, state: str = "fp32", master: str = "none", first_index: int = 0) -> ParamState:
-    return twins.fresh_state(rule, param, state, master, first_index)
+    return native_harness.fresh_state(rule, param, state, master, first_index)
 
 
 def group_of(rule: str, **changes: Any) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def group_of(rule: str, **changes: Any) -> dict[str, Any]:
 
 
 def tensors_of(slot: ParamState) -> list[Tensor]:
-    found = twins.tensors_of(slot)
+    found = native_harness.tensors_of(slot)
     return [*(tensor for name, tensor in found.items() if name != "step"), found["step"]]
 
 
@@ -191,7 +191,7 @@ def test_slices_give_the_bits_of_the_whole(
         param = whole.movedim(0, -1).contiguous().movedim(-1, 0)  # rows do not lie one after the other
         slot = slot_of(rule, param, state, master)
         for n in range(4):
-            KERNEL.step([ParamUpdate(slot, gradient(shape, n), twins.GROUP)], torch.tensor(0.5), None)
+            KERNEL.step([ParamUpdate(slot, gradient(shape, n), native_harness.GROUP)], torch.tensor(0.5), None)
         found.append(snapshot(slot))
     assert equal(found[0], found[1])
     assert equal(found[0], found[2])
