@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_fuse.formats.format import Codec, StateFormat, TensorSpec
 from lightning_fuse.formats.master import MasterFormat
+from lightning_fuse.kernels.shards import Shard, local_part
 from lightning_fuse.rules.rule import UpdateRule
 
 PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -50,14 +51,15 @@ class ParamSpec:
 
     Attributes:
         name: The parameter's name, or ``group.position`` where the optimizer was given none.
-        param: The parameter, or the part of it that lies here; float32, bfloat16 or float16, any dense layout. It may
-            be on the meta device: nothing of a spec reads its values.
+        param: The parameter, the key of ``optimizer.state``: float32, bfloat16 or float16, any dense layout, or a
+            DTensor of those. It may be on the meta device: nothing of a spec reads its values.
         group: Its parameter group, the live dict.
         rule: How it is updated.
         state_format: How its moments are kept.
         master: How its float32 weight is kept.
         shape: The shape of the whole, unsharded parameter.
         first_index: Index of the first element that lies here in the whole parameter, in row-major order.
+        shard: Where it lies on the mesh; None where the parameter is no DTensor.
     """
 
     name: str
@@ -68,11 +70,17 @@ class ParamSpec:
     master: MasterFormat
     shape: tuple[int, ...]
     first_index: int = 0
+    shard: Shard | None = None
+
+    @cached_property
+    def local(self) -> Tensor:
+        """The memory of the parameter that lies here: of a DTensor its local tensor, else the parameter itself."""
+        return local_part(self.param)
 
     @cached_property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of what lies here."""
-        return tuple(self.param.shape)
+        return tuple(self.local.shape)
 
     @cached_property
     def codecs(self) -> tuple[Codec, ...]:
@@ -129,8 +137,8 @@ class ParamState:
         Raises:
             KeyError: A tensor is missing.
         """
-        moments = tuple(tuple(held[part.suffix] for part in parts) for parts in spec.moment_tensors)
-        master = tuple(held[part.suffix] for part in spec.master.parts(spec.local_shape))
+        moments = tuple(tuple(local_part(held[part.suffix]) for part in parts) for parts in spec.moment_tensors)
+        master = tuple(local_part(held[part.suffix]) for part in spec.master.parts(spec.local_shape))
         return cls(spec, held["step"], moments, master)
 
 
@@ -190,10 +198,10 @@ def check_fits(spec: ParamSpec, grad: Tensor) -> None:
     Raises:
         RuntimeError: Shape or device differ.
     """
-    if grad.shape != spec.param.shape or grad.device != spec.param.device:
+    if grad.shape != spec.local.shape or grad.device != spec.local.device:
         raise RuntimeError(
             f"the gradient of {spec.name} is {tuple(grad.shape)} on {grad.device}, the parameter "
-            f"{tuple(spec.param.shape)} on {spec.param.device}: set p.grad = None after replacing p.data"
+            f"{tuple(spec.local.shape)} on {spec.local.device}: set p.grad = None after replacing p.data"
         )
 
 

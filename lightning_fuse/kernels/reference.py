@@ -42,8 +42,8 @@ class ReferenceKernel(StepKernel):
 
     def supports(self, spec: ParamSpec) -> Support:
         """See ``StepKernel.supports``: everything that the optimizer lets in."""
-        if spec.param.dtype not in PARAM_DTYPES:
-            return Support(False, f"parameters must be float32, bfloat16 or float16, not {spec.param.dtype}")
+        if spec.local.dtype not in PARAM_DTYPES:
+            return Support(False, f"parameters must be float32, bfloat16 or float16, not {spec.local.dtype}")
         return Support(True)
 
     @torch.no_grad()
@@ -99,8 +99,8 @@ def _step_parameter(update: ParamUpdate, step: int, scalars: Mapping[str, float]
         weight, moments = rule.update(*_opened(part, factor), scalars)
         if state.master:
             weight = canonical_nan(weight)
-        param, master = spec.master.split(weight, spec.param.dtype, key)
-        spec.param.copy_(param)
+        param, master = spec.master.split(weight, spec.local.dtype, key)
+        spec.local.copy_(param)
         _overwrite(state.master, master)
         for stored, parts in zip(state.moments, encode_moments(rule.moments, spec.codecs, moments, key), strict=True):
             _overwrite(stored, parts)
@@ -111,7 +111,7 @@ def _slices(update: ParamUpdate) -> Iterator[ParamUpdate]:
     """One parameter's update cut along dimension 0; views of the same memory. A vector is cut between blocks."""
     state, spec = update.state, update.state.spec
     shape = spec.local_shape
-    if spec.param.numel() <= SLICE or is_wrapped(spec.param):
+    if spec.local.numel() <= SLICE or is_wrapped(spec.local):
         yield update
         return
     row = math.prod(shape[1:])
@@ -124,7 +124,8 @@ def _slices(update: ParamUpdate) -> Iterator[ParamUpdate]:
             for tensors, codec in zip(state.moments, spec.codecs, strict=True)
         )
         master = _cut(state.master, spec.master.parts(before), spec.master.parts(inside))
-        part = replace(spec, param=spec.param.narrow(0, begin, count), first_index=spec.first_index + begin * row)
+        local, first = spec.local.narrow(0, begin, count), spec.first_index + begin * row
+        part = replace(spec, param=local, shard=None, first_index=first)
         yield ParamUpdate(
             ParamState(part, state.step, moments, master), update.grad.narrow(0, begin, count), update.hyper
         )
@@ -146,12 +147,12 @@ def _opened(update: ParamUpdate, factor: Tensor | None) -> tuple[Tensor, Tensor,
     if update.hyper["maximize"]:
         grad = -grad
     moments = decode_moments(spec.rule.moments, spec.codecs, state.moments)
-    return spec.master.join(spec.param, state.master), grad, moments
+    return spec.master.join(spec.local, state.master), grad, moments
 
 
 def _trust(rule: LayerwiseRule, update: ParamUpdate, scalars: Mapping[str, float], factor: Tensor | None) -> float:
     """The trust ratio as a float32 number; the norms of one parameter, in row-major order, are read on the host."""
-    param = update.state.spec.param
+    param = update.state.spec.local
     ends = chunk_ends(param.numel(), row_length(param.shape))
     measured = (rule.measured(*_opened(part, factor), scalars) for part in _slices(update))
     chunks = _chunks((torch.stack([tensor.reshape(-1) for tensor in both]) for both in measured), ends)

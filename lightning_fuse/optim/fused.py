@@ -23,12 +23,13 @@ from torch.optim import Optimizer
 
 from lightning_fuse.kernels import ParamSpec, ParamState, ParamUpdate, StepKernel, check_kernel_name, choose_kernel
 from lightning_fuse.kernels.kernel import PARAM_DTYPES
+from lightning_fuse.kernels.shards import local_part, shard_of
 from lightning_fuse.optim import state_io
 from lightning_fuse.optim.group_names import name_added_group
 from lightning_fuse.optim.load_options import LoadOptions, LoadReport
 from lightning_fuse.optim.param_states import ensure_states
 from lightning_fuse.optim.selection import Selection, StateSpec
-from lightning_fuse.optim.settings import check_apart, check_gradient, check_parameter, plain_numbers
+from lightning_fuse.optim.settings import check_apart, check_gradient, check_parameter, check_shard, plain_numbers
 from lightning_fuse.rules.rule import UpdateRule
 
 _GRAD, _LAYOUT, _DTYPE = attrgetter("grad"), attrgetter("layout"), attrgetter("dtype")
@@ -74,6 +75,7 @@ class FusedOptimizer(Optimizer):
             is there, patterns may match any of them.
     """
 
+    _sharded = False  # whether any parameter is a DTensor
     grad_factor: Tensor | None = None
     found_inf: Tensor | None = None
     known_names: Mapping[Tensor, str] | None = None
@@ -179,7 +181,11 @@ class FusedOptimizer(Optimizer):
             self.check_group(plain_numbers(group))
             for name, p in zip(parameter_names(group, len(self.param_groups) - 1), group["params"], strict=True):
                 check_parameter(name, p)
-            check_apart((spec.name, spec.param) for spec in self.specs())
+            specs = self.specs()
+            check_apart((spec.name, spec.local) for spec in specs)
+            for spec in specs:
+                check_shard(spec)
+            self._sharded = any(spec.shard is not None for spec in specs)
         except Exception:
             self.param_groups.pop()
             self.reset_caches()
@@ -290,8 +296,10 @@ class FusedOptimizer(Optimizer):
         """The spec that a parameter has with the settings of a group, its own or what that will be."""
         chosen = self._selection
         state_format = chosen.format_of(name if "param_names" in group else None, p.dim(), group.get("state"))
-        master = chosen.master_of(p.dtype)
-        return ParamSpec(name, p, group, self.rule_for(group, p), state_format, master, tuple(p.shape))
+        master, shard = chosen.master_of(p.dtype), shard_of(p)
+        first_index = 0 if shard is None else shard.first_index
+        rule = self.rule_for(group, p)
+        return ParamSpec(name, p, group, rule, state_format, master, tuple(p.shape), first_index, shard)
 
     def reset_caches(self) -> None:
         """Forgets what was derived from groups and state; for code that has changed both."""
@@ -312,6 +320,8 @@ class FusedOptimizer(Optimizer):
         if not self._group_caches or len(self._group_caches) <= index or self._group_caches[index].hyper != hyper:
             self.check_group(hyper)
         grads = list(map(_GRAD, group["params"]))
+        if self._sharded:
+            grads = [None if grad is None else local_part(grad) for grad in grads]
         found = [grad for grad in grads if grad is not None]
         if not (_STRIDED.issuperset(map(_LAYOUT, found)) and _READABLE.issuperset(map(_DTYPE, found))):
             for name, p in zip(parameter_names(group, index), group["params"], strict=True):
@@ -339,6 +349,8 @@ class FusedOptimizer(Optimizer):
             return False
         if cache.specs and cache.specs[0].group is not group:
             return False  # somebody has replaced the dict
+        if self._sharded and not all(spec.local is local_part(spec.param) for spec in cache.specs):
+            return False
         if hyper is None or hyper != cache.hyper:
             # Settings may stand for another rule now, for instance after momentum was set.
             cache.hyper = hyper if hyper is not None else cache.hyper

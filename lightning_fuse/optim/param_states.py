@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_fuse.formats.format import TensorSpec
 from lightning_fuse.kernels.kernel import STEP, ParamSpec, ParamState
+from lightning_fuse.kernels.shards import is_dtensor, local_part
 from lightning_fuse.optim.regions import Request, allocate
 
 FORMAT_KEY = "format"  # what a state dict says of each parameter's tensors; the live state needs no such entry
@@ -42,7 +43,9 @@ def ensure_states(specs: Sequence[ParamSpec], store: StateStore) -> list[ParamSt
     ]
     requests = [Request(part.suffix, part.shape, part.dtype, spec.param.device) for spec, part in missing]
     for (spec, part), tensor in zip(missing, allocate(requests) if requests else (), strict=True):
-        store.setdefault(spec.param, {})[part.suffix] = tensor
+        sharded = spec.shard is not None and bool(part.shape)
+        value = spec.shard.wrap(tensor, part.shape[1:]) if spec.shard is not None and sharded else tensor
+        store.setdefault(spec.param, {})[part.suffix] = value
     of_masters = {id(spec): spec for spec, part in missing if part.suffix in ("master", "remainder")}
     for spec in of_masters.values():
         start_master(spec, store[spec.param])
@@ -56,8 +59,8 @@ def start_master(spec: ParamSpec, held: dict[str, Any]) -> None:
         spec: The parameter.
         held: Its state; changed in place.
     """
-    for part, value in zip(spec.master.parts(spec.local_shape), spec.master.start(spec.param), strict=True):
-        held[part.suffix].copy_(value)
+    for part, value in zip(spec.master.parts(spec.local_shape), spec.master.start(spec.local), strict=True):
+        local_part(held[part.suffix]).copy_(value)
 
 
 def adopt(spec: ParamSpec, held: dict[str, Any]) -> None:
@@ -79,6 +82,8 @@ def adopt(spec: ParamSpec, held: dict[str, Any]) -> None:
         held["step"] = torch.as_tensor(float(step), dtype=STEP.dtype, device=device)
     for key, wanted in spec.tensors.items():
         tensor = held.get(key)
+        if isinstance(tensor, Tensor) and bool(wanted.shape) and (spec.shard is not None) == is_dtensor(tensor):
+            tensor = local_part(tensor)
         if tensor is not None and not _fits(tensor, wanted, device):
             what = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}" if isinstance(tensor, Tensor) else tensor
             raise RuntimeError(
@@ -87,7 +92,8 @@ def adopt(spec: ParamSpec, held: dict[str, Any]) -> None:
                 "replace state through load_state_dict, which converts formats"
             )
         if tensor is not None and not tensor.is_contiguous():
-            held[key] = tensor.contiguous()
+            whole = tensor.contiguous()
+            held[key] = whole if spec.shard is None else spec.shard.wrap(whole, wanted.shape[1:])
 
 
 def _fits(tensor: Any, wanted: TensorSpec, device: torch.device) -> bool:

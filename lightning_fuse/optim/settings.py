@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from numbers import Real
@@ -12,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fuse.kernels.kernel import PARAM_DTYPES, is_wrapped, overlaps
+from lightning_fuse.kernels.kernel import PARAM_DTYPES, ParamSpec, is_wrapped, overlaps
+from lightning_fuse.kernels.shards import unsupported_reason
+from lightning_fuse.rules.rule import LayerwiseRule
 
 # Torch arguments that choose between torch's own loops.
 EXECUTION_KEYS = ("foreach", "fused", "capturable", "differentiable")
@@ -144,11 +145,9 @@ def check_parameter(name: str, p: Tensor, *, steps: bool = False) -> None:
         TypeError: It is sharded, or not a dense float32, bfloat16 or float16 tensor whose elements have memory of their
             own.
     """
-    if _is_sharded(p):
-        raise TypeError(
-            f"parameter {name} is a DTensor (FSDP2 or tensor parallel): sharded parameters cannot be stepped yet; "
-            "train with DDP, or step them with one of torch's own optimizers"
-        )
+    why = unsupported_reason(p)
+    if why:
+        raise TypeError(f"parameter {name} is a DTensor that cannot be stepped: {why}")
     if not (p.requires_grad or steps):
         return
     if p.dtype not in PARAM_DTYPES:
@@ -163,10 +162,27 @@ def check_parameter(name: str, p: Tensor, *, steps: bool = False) -> None:
         )
 
 
-def _is_sharded(p: Tensor) -> bool:
-    """Whether a parameter is a DTensor; there is none where nobody has imported its module, which takes a second."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(p, module.DTensor)
+def check_shard(spec: ParamSpec) -> None:
+    """Refuses what cannot be computed from the part of a parameter that lies on one rank.
+
+    Args:
+        spec: Any parameter.
+
+    Raises:
+        NotImplementedError: The rule needs norms of the whole, or blocks of a vector would be cut.
+    """
+    if spec.shard is None:
+        return
+    if isinstance(spec.rule, LayerwiseRule):
+        raise NotImplementedError(
+            f"parameter {spec.name} is sharded, and the rule {spec.rule.name} needs the norm of the whole: "
+            "possible with shards: adamw, adam, sgd, lion, ademamix"
+        )
+    if len(spec.shape) == 1 and spec.state_format.scaled and spec.rule.moments and spec.local_shape != spec.shape:
+        raise NotImplementedError(
+            f"state={spec.state_format.name!r} of the sharded vector {spec.name}: a shard may begin inside a block; "
+            "possible: fp32 or bf16 for vectors, which is the default"
+        )
 
 
 def check_apart(named: Iterable[tuple[str, Tensor]]) -> None:

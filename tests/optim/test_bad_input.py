@@ -208,25 +208,29 @@ SHARDED = """
 import torch
 from torch.distributed import init_process_group
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from lightning_fuse import FusedAdamW
+from torch.distributed.tensor import Shard, distribute_tensor
+from lightning_fuse import FusedAdamW, FusedLAMB
 
 init_process_group("gloo", init_method="file://{}", rank=0, world_size=1)
-net = torch.nn.Linear(256, 64)
-fully_shard(net, mesh=init_device_mesh("cpu", (1,)))
-try:
-    FusedAdamW(net.named_parameters(), kernel="{}")
-except TypeError as error:
-    print(error)
+mesh = init_device_mesh("cpu", (1,))
+for dim, cls in ((1, FusedAdamW), (0, FusedLAMB)):
+    p = torch.nn.Parameter(distribute_tensor(torch.ones(4, 6), mesh, [Shard(dim)]))
+    try:
+        cls([("weight", p)], kernel="{}")
+    except (TypeError, NotImplementedError) as error:
+        print(error)
 """
 
 
 @pytest.mark.parametrize("kernel", ["auto", "reference"])
-def test_sharded_parameters_are_refused_by_name(
+def test_shards_that_cannot_be_stepped_are_refused_by_name(
     kernel: str, run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
     done = run_python("-c", SHARDED.format(tmp_path / "store", kernel))
-    assert done.stdout.startswith("parameter weight is a DTensor (FSDP2 or tensor parallel)"), done.stderr
+    columns, layerwise = done.stdout.splitlines()
+    assert columns.startswith("parameter weight is a DTensor that cannot be stepped: its placement is S"), done.stderr
+    assert "Shard(0)" in columns
+    assert layerwise.startswith("parameter weight is sharded, and the rule lamb needs the norm of the whole")
 
 
 def test_a_name_given_twice_is_refused() -> None:

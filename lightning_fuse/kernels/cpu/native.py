@@ -40,7 +40,7 @@ class NativeKernel(StepKernel):
 
     def supports(self, spec: ParamSpec) -> Support:
         """See ``StepKernel.supports``."""
-        p = spec.param
+        p = spec.local
         reasons = (
             (p.device.type != "cpu", f"it runs on the CPU, the parameter is on {p.device}"),
             (p.dtype not in DTYPE_IDS, f"parameters must be float32, bfloat16 or float16, not {p.dtype}"),

@@ -63,7 +63,7 @@ class Plan:
             check_state(state)
             check_fits(state.spec, grad)
         self.states = states
-        self.params = [state.spec.param for state in states]
+        self.params = [state.spec.local for state in states]
         self._state = list(chain.from_iterable(map(_state_tensors, states)))
         self._group_numbers = _number(groups)
         self._params_seen = _signature(self.params)

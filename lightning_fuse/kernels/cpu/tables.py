@@ -85,7 +85,7 @@ def slot_row(state: ParamState, group: int, layout: int) -> list[int]:
     Returns:
         ``SLOT_COLUMNS`` integers.
     """
-    spec, p = state.spec, state.spec.param
+    spec, p = state.spec, state.spec.local
     kept = state.master[0].data_ptr() if state.master else 0
     row = [RULE_IDS[spec.rule.name], DTYPE_IDS[p.dtype], MASTER_IDS[spec.master.name], group]
     row += [p.data_ptr(), layout, kept, state.step.data_ptr(), p.numel(), row_length(p.shape), spec.first_index]
@@ -105,7 +105,7 @@ def check_state(state: ParamState) -> None:
         RuntimeError: A tensor of the state has another shape, dtype or layout, or lives elsewhere, or the parameter
             has left the CPU, changed its dtype or got memory that its elements share.
     """
-    spec, p = state.spec, state.spec.param
+    spec, p = state.spec, state.spec.local
     if p.device.type != "cpu" or p.dtype not in spec.master.dtypes:
         raise RuntimeError(
             f"{spec.name} became {p.dtype} on {p.device} after its state was made, with master={spec.master.name!r}: "

@@ -1,0 +1,1 @@
+"""What several processes agree on: sums over the shards of a mesh."""
