@@ -34,8 +34,8 @@ def own_mappings(path: Path, contents: dict[str, Any]) -> int:
     Returns:
         How many large ones there are; 0 where tensors do not lie in the file as expected, and are left as they are.
     """
-    pointers = {tensor.untyped_storage().data_ptr() for tensor in _tensors(contents)}
-    base = _base(pointers, _record_offsets(path))
+    storages = {storage.data_ptr(): storage.size() for storage in (t.untyped_storage() for t in _tensors(contents))}
+    base = _base(storages, _storage_records(path))
     if base is None:
         return 0
     exchange = _Exchange(_File(path), base)
@@ -149,28 +149,37 @@ class _Exchange:
         return record if lazy else record.mapped()
 
 
-def _base(pointers: set[int], offsets: set[int]) -> int | None:
-    """Where in memory the file begins: the one page border that puts every storage on a record."""
-    if not pointers or not offsets:
+def _base(storages: dict[int, int], records: dict[int, int]) -> int | None:
+    """Where in memory the file begins, if the storages are exactly its records.
+
+    Both are sets of places with sizes, and only one shift lays a finite set onto itself: there is nothing to guess.
+
+    Args:
+        storages: Address -> bytes of every storage that was read.
+        records: Offset in the file -> bytes of every storage that it holds.
+
+    Returns:
+        The address of the file's first byte; None where a storage is no record, or a record was not read.
+    """
+    if not storages or not records:
         return None
-    lowest = min(pointers)
-    for offset in sorted(offsets):
-        base = lowest - offset
-        if base % mmap.PAGESIZE == 0 and all(pointer - base in offsets for pointer in pointers):
-            return base
-    return None
+    base = min(storages) - min(records)
+    moved = {base + offset: nbytes for offset, nbytes in records.items()}
+    return base if base % mmap.PAGESIZE == 0 and moved == storages else None
 
 
-def _record_offsets(path: Path) -> set[int]:
-    """Where in an archive the bytes of its members begin."""
-    found = set()
+def _storage_records(path: Path) -> dict[int, int]:
+    """Where in an archive of torch's the bytes of its storages begin, and how many they are."""
+    found = {}
     with zipfile.ZipFile(path) as archive, path.open("rb") as file:
         for member in archive.infolist():
+            if not member.filename.partition("/")[2].startswith("data/"):
+                continue  # the pickle, the version: no tensor lies there
             file.seek(member.header_offset)
             header = file.read(LOCAL_HEADER)
             name, extra = int.from_bytes(header[26:28], "little"), int.from_bytes(header[28:30], "little")
             if member.compress_type == zipfile.ZIP_STORED and member.file_size:
-                found.add(member.header_offset + LOCAL_HEADER + name + extra)
+                found[member.header_offset + LOCAL_HEADER + name + extra] = member.file_size
     return found
 
 
