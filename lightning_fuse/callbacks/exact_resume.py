@@ -41,6 +41,7 @@ from lightning_fuse.callbacks.loader_state import (
     is_resumable_loader,
     loader_shape,
     loader_states,
+    other_workers,
     restore_loaders,
     training_loaders,
 )
@@ -250,7 +251,7 @@ class ExactResume(Callback):
         mine = self._of_this_rank(trainer, state["ranks"])
         if mine is not None:
             _restore_gradients(pl_module, mine["gradients"])
-            self._compare_loaders(trainer, mine.get("shapes", []))
+            self._compare_loaders(trainer, mine.get("shapes", []), mine["loaders"])
             if place not in BETWEEN:
                 self._metrics = EpochMetricsRestorer(mine.get("epoch_metrics", {}))
             restore_loaders(trainer, mine["loaders"], mine["fetched"], place)
@@ -287,7 +288,7 @@ class ExactResume(Callback):
                 + (f" and {len(switched) - 3} more" if len(switched) > 3 else "")
             )
 
-    def _compare_loaders(self, trainer: pl.Trainer, saved: list[dict[str, Any]]) -> None:
+    def _compare_loaders(self, trainer: pl.Trainer, saved: list[dict[str, Any]], states: list[Any]) -> None:
         """Says where the data are not those of the checkpoint, as far as a loader tells."""
         for before, loader in zip(saved, training_loaders(trainer), strict=False):
             changed = [
@@ -297,6 +298,9 @@ class ExactResume(Callback):
             ]
             if changed:
                 self._warn(f"the data do not continue exactly: {'; '.join(changed)}. Its place is kept in batches")
+        told = [other_workers(*each) for each in zip(training_loaders(trainer), states, strict=False)]
+        if any(told):
+            self._warn("; ".join(dict.fromkeys(text for text in told if text)))
 
     def _of_this_rank(self, trainer: pl.Trainer, ranks: list[Any]) -> dict[str, Any] | None:
         if len(ranks) == trainer.world_size:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.data import _set_sampler_epoch
@@ -62,6 +63,80 @@ def restore_loaders(trainer: pl.Trainer, states: list[Any], fetched: list[Any], 
     fetcher.prefetch_batches = ahead
     if fetched:
         fetcher.batches = fetched
+
+
+class LoaderHabits(NamedTuple):
+    """When a loader draws random numbers, besides for an epoch's order.
+
+    Attributes:
+        prefetches: Its workers run ahead, and so ask the sampler once more after its last index.
+        reseeds: It draws a seed for workers in every epoch; persistent ones need only the first.
+    """
+
+    prefetches: bool
+    reseeds: bool
+
+
+class LoaderPosition(NamedTuple):
+    """Where a loader stands, whatever its number of workers.
+
+    Attributes:
+        workers: How many it had.
+        yielded: Batches since its iterator began.
+        order: State of the order of samples, None where it is the sampler's own affair.
+        indices: State of a sampler that has one.
+        habits: When the run draws random numbers.
+    """
+
+    workers: int
+    yielded: int
+    order: dict[str, Any] | None
+    indices: Any
+    habits: LoaderHabits
+
+
+def position_in(state: Any) -> LoaderPosition | None:
+    """Reads the state of a ``StatefulDataLoader``.
+
+    Args:
+        state: What its ``state_dict`` returned.
+
+    Returns:
+        The position, or None where it is of another kind.
+    """
+    if not isinstance(state, Mapping) or not ("_snapshot" in state or "_num_yielded" in state):
+        return None
+    ahead, workers, main, yielded = 0, 0, state, state.get("_num_yielded", 0)
+    if "_snapshot" in state:
+        snapshot, ahead = state["_snapshot"], state["_steps_since_snapshot"]
+        main, yielded = snapshot["_main_snapshot"], snapshot["_snapshot_step"] + ahead
+        workers = main["_num_workers"]
+    order = main.get("_sampler_iter_state")
+    if isinstance(order, Mapping) and "yielded" in order:
+        order = {**order, "yielded": order["yielded"] + ahead}
+    else:
+        order = None
+    habits = LoaderHabits(*state.get("habits", (workers > 0, True)))
+    return LoaderPosition(workers, yielded, order, main.get("_index_sampler_state"), habits)
+
+
+def other_workers(loader: Any, state: Any) -> str | None:
+    """Says what cannot continue exactly because a loader has another number of workers than when it was saved.
+
+    Args:
+        loader: A loader.
+        state: Its saved state.
+
+    Returns:
+        One sentence, or None where nothing has changed.
+    """
+    position, now = position_in(state), getattr(loader, "num_workers", None)
+    if position is None or now is None or position.workers == now:
+        return None
+    changed = f"the loader has {now} workers, the checkpoint's had {position.workers}"
+    if position.order is None and position.indices is None:
+        return f"{changed}: its data are read again from the start and skipped, in the order that {now} workers give"
+    return f"{changed}: the order of samples goes on, random numbers drawn while samples are loaded are others"
 
 
 def loader_shape(loader: Any) -> dict[str, Any]:

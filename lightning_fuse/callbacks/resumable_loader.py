@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Generator
 from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe, MapDataPipe
 from torch.utils.data import sampler as torch_samplers
@@ -22,6 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.stateful import Stateful
 
+from lightning_fuse.callbacks.loader_state import LoaderHabits, LoaderPosition, position_in
 from lightning_fuse.callbacks.random_state import capture_random_state, kept_random_state, restore_random_state
 
 # Samplers of torch draw an epoch's whole order when it begins, so running them again gives the same order.
@@ -36,7 +38,16 @@ KNOWN_SAMPLERS = (
 
 
 class ResumableLoader(StatefulDataLoader):
-    """A ``StatefulDataLoader`` that can replay any sampler; takes the same arguments."""
+    """A ``StatefulDataLoader`` that can replay any sampler; takes the same arguments.
+
+    It also loads the state of one with another number of workers: the order of the samples goes on, what lives in a
+    worker (its random streams, an iterable dataset) begins anew. The orders of later epochs are those of the first
+    run's loader, too, because random numbers are drawn at the moments at which that one drew them.
+    """
+
+    _start: LoaderPosition | None = None  # where the next iterator begins, if the state was that of other workers
+    _habits: LoaderHabits | None = None  # of the first run's loader, where they are not this one's
+    _hidden: Generator | None = None  # the user's generator, while seeds of workers are drawn from another one
 
     @property
     def _index_sampler(self) -> Any:
@@ -45,7 +56,56 @@ class ResumableLoader(StatefulDataLoader):
         indices = super()._index_sampler
         if _is_endless(indices) or isinstance(indices, Stateful) or isinstance(self.sampler, Stateful):
             return indices
-        return ReplayedIndices(indices, self.generator)
+        start = None if self._start is None else self._start.order
+        exhausts = None if self._habits is None else self._habits.prefetches
+        return ReplayedIndices(indices, self._hidden or self.generator, start, exhausts)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of a ``StatefulDataLoader``, and when the run draws random numbers."""
+        return {**super().state_dict(), "habits": list(self._habits or self._own_habits())}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues at a saved place, in this number of workers."""
+        position = position_in(state_dict)
+        habits = None if position is None else position.habits
+        self._habits = None if habits == self._own_habits() else habits
+        if position is None or position.workers == self.num_workers:
+            super().load_state_dict(state_dict)
+            return
+        super().load_state_dict({})
+        self._start = position
+        for part in (super()._index_sampler, self.sampler):
+            if isinstance(part, Stateful) and position.indices is not None:
+                part.load_state_dict(position.indices)
+                break
+
+    def __iter__(self) -> Any:
+        resets = self._iterator is not None and not self._initial_iter_for_state_dict
+        if self._habits is not None and self._habits.reseeds and not self._own_habits().reseeds and resets:
+            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+        return super().__iter__()
+
+    def _get_iterator(self) -> Any:
+        if self._habits is not None and not self._habits.reseeds and self._own_habits().reseeds:
+            mine: Generator | None = self.generator
+            self._hidden, self.generator = mine, Generator()
+            self.generator.seed()
+            try:
+                iterator: Any = super()._get_iterator()
+            finally:
+                self.generator, self._hidden = mine, None
+        else:
+            iterator = super()._get_iterator()
+        start, self._start = self._start, None
+        if start is not None and isinstance(iterator._sampler_iter, ReplayedIterator):
+            iterator._sampler_iter.begin()
+        elif start is not None:
+            for _ in itertools.islice(iterator, start.yielded):
+                pass
+        return iterator
+
+    def _own_habits(self) -> LoaderHabits:
+        return LoaderHabits(self.num_workers > 0, not (self.persistent_workers and self.num_workers > 0))
 
 
 class ReplayedIndices:
@@ -54,11 +114,22 @@ class ReplayedIndices:
     Args:
         indices: The sampler.
         generator: The loader's generator, if it has one.
+        start: Where the first epoch begins: state of an iterator, None for its beginning.
+        exhausts: Whether the sampler is asked once more after its last index, which may draw random numbers; None
+            leaves it to the loader.
     """
 
-    def __init__(self, indices: Any, generator: Generator | None) -> None:
+    def __init__(
+        self,
+        indices: Any,
+        generator: Generator | None,
+        start: dict[str, Any] | None = None,
+        exhausts: bool | None = None,
+    ) -> None:
         self.indices = indices
         self.generator = generator
+        self.start = start
+        self.exhausts = exhausts
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -96,11 +167,32 @@ class ReplayedIterator(Iterator[Any]):
         self._origin: dict[str, Any] = {}
 
     def __next__(self) -> Any:
+        self.begin()
+        order: Any = self._order
+        if self._source.exhausts is False and self._at_end():
+            raise StopIteration
+        index = next(order)
+        self._yielded += 1
+        self._end()
+        return index
+
+    def _at_end(self) -> bool:
+        try:
+            return self._yielded == len(self._source)
+        except (TypeError, NotImplementedError):
+            return False  # a sampler without a length
+
+    def _end(self) -> None:
+        if self._source.exhausts and self._at_end():
+            next(self._order or iter(()), None)
+
+    def begin(self) -> None:
+        """Draws the order, or goes to where the source says that the epoch begins; only the first time."""
+        start, self._source.start = self._source.start, None
+        if self._order is None and start is not None:
+            self.load_state_dict(start)
         if self._order is None:
             self._begin()
-        index = next(self._order)  # type: ignore[arg-type]
-        self._yielded += 1
-        return index
 
     def _begin(self) -> None:
         # Only now, at the first batch: torch's own loader draws the order as late as this, and so the batches of a
@@ -114,6 +206,8 @@ class ReplayedIterator(Iterator[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Where the epoch began and how far it is; plain data."""
+        if self._order is None and self._source.start is not None:
+            return dict(self._source.start)
         if self._order is None:
             return {"yielded": 0, "generators": [g.get_state() for g in self._source.generators()]}
         return {"yielded": self._yielded, **self._origin}
@@ -135,7 +229,8 @@ class ReplayedIterator(Iterator[Any]):
             self._begin()
             for _ in itertools.islice(self._order or (), state["yielded"]):
                 pass
-        self._yielded = state["yielded"]
+            self._yielded = state["yielded"]
+            self._end()
 
 
 class WorkerStreams(Dataset):
