@@ -87,13 +87,14 @@ class ResumableLoader(StatefulDataLoader):
 
     def _get_iterator(self) -> Any:
         if self._habits is not None and not self._habits.reseeds and self._own_habits().reseeds:
-            mine: Generator | None = self.generator
-            self._hidden, self.generator = mine, Generator()
-            self.generator.seed()
+            loader: Any = self
+            mine, another = loader.generator, Generator()
+            another.seed()
+            self._hidden, loader.generator = mine, another
             try:
                 iterator: Any = super()._get_iterator()
             finally:
-                self.generator, self._hidden = mine, None
+                loader.generator, self._hidden = mine, None
         else:
             iterator = super()._get_iterator()
         start, self._start = self._start, None
