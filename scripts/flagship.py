@@ -33,8 +33,9 @@ if str(ROOT) not in sys.path:
 
 from lightning_fuse.records import RunFolder, read_summary  # noqa: E402
 from lightning_fuse.records.manifest import hardware, installed_versions  # noqa: E402
-from lightning_fuse.reports.comparison import Comparison, compare  # noqa: E402
-from lightning_fuse.reports.output import write_comparison  # noqa: E402
+from lightning_fuse.reports.compare import compare  # noqa: E402
+from lightning_fuse.reports.page import write_comparison  # noqa: E402
+from lightning_fuse.reports.stats import Comparison  # noqa: E402
 from lightning_fuse.reports.tables import print_comparison  # noqa: E402
 
 OPTIMIZERS = ("adamw_loop", "adamw_foreach", "adamw_torch", "adamw_bnb", "adamw_fused")
@@ -176,18 +177,18 @@ def _compare(recipe: str, folders: list[Path], output: Path, load: float) -> Non
     write_comparison(first, output, title=f"{recipe}: AdamW in every state, {len(first.runs)} runs")
     record = {"recipe": recipe, **_circumstances(first, load)}
     record["verdicts"] = {
-        label: [verdict.text for verdict in comparison.verdicts] for label, comparison in comparisons.items()
+        label: [finding.text for finding in comparison.findings] for label, comparison in comparisons.items()
     }
     (output / "flagship.json").write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     print(f"written: {output}")
 
 
 def _circumstances(comparison: Comparison, load: float) -> dict[str, Any]:
-    started = sorted(str(run.manifest.get("started")) for run in comparison.runs)
-    revisions = {str((run.manifest.get("git") or {}).get("revision")) for run in comparison.runs}
+    started = sorted(run.provenance.get("started", "") for run in comparison.runs)
+    revisions = {run.provenance.get("revision", "") for run in comparison.runs}
     return {
         "command": "python scripts/flagship.py",
-        "updates": max(run.summary.updates for run in comparison.runs if run.summary is not None),
+        "updates": max(run.updates or 0 for run in comparison.runs),
         "runs": len(comparison.runs),
         "first_started": started[0],
         "last_started": started[-1],

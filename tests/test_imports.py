@@ -51,7 +51,7 @@ OUTSIDE = {
     "plugins": {"torch", "lightning"},
     "callbacks": {"torch", "lightning", "matplotlib", "numpy", "rich", "torchdata", "torchmetrics"},
     "recipes": {"torch", "lightning", "pydantic", "sklearn", "torchdata", "torchmetrics"},
-    "reports": {"matplotlib", "numpy", "rich", "wandb"},
+    "reports": {"altair", "jinja2", "numpy", "pandas", "rich", "vl_convert", "wandb"},
 }
 ONLY_IN = {"triton": "kernels/gpu", "ctypes": "kernels/cpu"}
 

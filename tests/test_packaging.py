@@ -140,7 +140,8 @@ def test_the_wheel_holds_the_package_and_no_more(source_tree: Path, repo_root: P
     modules = {path.relative_to(repo_root).as_posix() for path in (repo_root / "lightning_fuse").rglob("*.py")}
     conf = {path.relative_to(repo_root).as_posix() for path in (repo_root / "lightning_fuse").rglob("*.yaml")}
     assert len(conf) > 40
-    assert files == modules | conf | {"lightning_fuse/py.typed"}
+    page = {f"lightning_fuse/reports/template/page.{kind}" for kind in ("html", "css", "js")}
+    assert files == modules | conf | page | {"lightning_fuse/py.typed"}
     assert f"\nVersion: {lightning_fuse.__version__}\n" in text
     assert "\nRequires-Python: <3.14,>=3.10\n" in text
     assert licenses

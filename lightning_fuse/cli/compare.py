@@ -1,4 +1,4 @@
-"""Compares finished runs: baseline against candidates over several seeds, with a verdict in plain words.
+"""Compares finished runs: baseline against candidates over several seeds, with a headline and a verdict in plain words.
 
     lightning-fuse compare runs/DAY/MULTIRUN                         all runs of a multirun
     lightning-fuse compare RUN RUN RUN --baseline optimizer=adamw_torch
@@ -15,9 +15,9 @@ import math
 import sys
 from pathlib import Path
 
-from lightning_fuse.reports.comparison import compare, leaves_band
-from lightning_fuse.reports.grouping import NotComparable
-from lightning_fuse.reports.output import write_comparison
+from lightning_fuse.reports.compare import compare, leaves_band
+from lightning_fuse.reports.groups import NotComparable
+from lightning_fuse.reports.page import write_comparison
 from lightning_fuse.reports.tables import print_comparison
 
 SEEDS = "seeds"
@@ -61,12 +61,17 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN|FOLDER", help="run folders, or folders that hold some")
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        metavar="RUN|FOLDER",
+        help="run folders, folders that hold some, or comparison.csv of an earlier comparison",
+    )
     parser.add_argument(
         "--baseline", nargs="+", action="extend", default=[], metavar="KEY=WORD",
         help="words that pick the baseline, such as optimizer=adamw_torch; by default torch's fused with fp32 state",
     )  # fmt: skip
-    parser.add_argument("--metric", help="the quality; by default val/loss where it was measured")
+    parser.add_argument("--metric", help="the quality; by default what the recipe monitors, else val/loss")
     parser.add_argument(
         "--assert-within", type=_band, metavar="BAND",
         help="exit with 1 if a candidate's final value leaves the band: a number in the metric's unit, on either side "
@@ -76,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         "--output", type=Path, metavar="FOLDER", help="where to write; by default comparison/ in FOLDER"
     )
     parser.add_argument("--title", help="heading of the page")
-    parser.add_argument("--no-png", action="store_true", help="no PNG figures (they need matplotlib)")
+    parser.add_argument("--no-png", action="store_true", help="no PNG figures")
     parser.add_argument(
         "--allow-different-data", action="store_true",
         help="show runs of other recipes or data side by side, without verdicts on their losses",
@@ -98,7 +103,10 @@ def _band(text: str) -> float | str:
 
 def _default_folder(runs: list[str]) -> Path:
     first = Path(runs[0])
-    return (first if len(runs) == 1 else first.parent) / "comparison"
+    folder = (first if len(runs) == 1 and first.is_dir() else first.parent) / "comparison"
+    # A link in a run folder from elsewhere may lead anywhere; only --output is followed.
+    free = (folder.with_name(f"comparison-{number}") for number in range(2, 100))
+    return next(path for path in (folder, *free) if not path.is_symlink() and (path.is_dir() or not path.exists()))
 
 
 if __name__ == "__main__":

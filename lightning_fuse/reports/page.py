@@ -1,37 +1,62 @@
-"""The comparison as one HTML page: verdicts in words first, then figures and tables.
+"""The comparison as one HTML page that needs nothing else, and all of a comparison in one folder.
 
-Everything is inside the file: styles, figures as SVG, no script, no address of another place. It follows the reader's
-light or dark setting, prints, and is read on a phone: figures stack, wide tables scroll inside their own box.
+The page is ``template/page.html`` with its style and script, Vega and the figures' data inside. It fetches nothing:
+its content policy forbids it. Names of runs, metrics and settings are escaped wherever they stand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from html import escape
+import json
+import os
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
 
-from lightning_fuse.reports.charts import Chart, charts_of
-from lightning_fuse.reports.comparison import Comparison
-from lightning_fuse.reports.style import STYLE
-from lightning_fuse.reports.svg import COLOURS, svg
-from lightning_fuse.reports.tables import NONE, Table, budget_table, group_table, run_table, shown_columns, target_table
-from lightning_fuse.reports.verdict import Verdict
+from jinja2 import Environment, FileSystemLoader
 
-# The word on a verdict's badge, and the badge's colour.
-BADGES = {
-    "same": ("same quality", "good"),
-    "better": ("better", "good"),
-    "worse": ("worse", "bad"),
-    "diverged": ("diverged", "bad"),
-    "failed": ("failed", "bad"),
-    "unsettled": ("not settled", "open"),
-    "unknown": ("not known", "open"),
-    "incomparable": ("other data", "open"),
-}
-MOST_NOTES = 12  # shown before the rest is folded away
-BUDGETS = (
-    "What each had reached when all had come equally far: the last validation by then, nothing interpolated. "
-    "At equal seconds a faster step counts, at equal updates it does not."
-)
+from lightning_fuse.reports.charts import MOST_METRICS, figures_of, write_pngs
+from lightning_fuse.reports.compare import metrics_of
+from lightning_fuse.reports.comparison_csv import csv_text
+from lightning_fuse.reports.significance import BADGES
+from lightning_fuse.reports.stats import AXES, Comparison
+from lightning_fuse.reports.tables import markdown_text, tables_of
+from lightning_fuse.reports.theme import INK, PALETTES, PAPER, dash_of, theme
+
+PAGE, MARKDOWN, CSV, FIGURES = "page.html", "comparison.md", "comparison.csv", "figures"
+
+
+def write_comparison(
+    comparison: Comparison, folder: str | Path, *, title: str | None = None, png: bool = True
+) -> list[Path]:
+    """Writes everything; files of an earlier comparison in the folder are replaced, links are not followed.
+
+    Args:
+        comparison: What to write.
+        folder: Where; made if missing.
+        title: Heading of the page; None names recipe and count.
+        png: Also draw the figures as PNG.
+
+    Returns:
+        What was written: page, Markdown, CSV, and the folder of the figures.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    place = Path(folder)
+    place.mkdir(parents=True, exist_ok=True)
+    texts = {PAGE: page(comparison, title), MARKDOWN: markdown_text(comparison), CSV: csv_text(comparison)}
+    for name, text in texts.items():
+        _replace(place / name, text)
+    written = [place / name for name in texts]
+    if png:
+        figures = place / FIGURES
+        if figures.is_symlink():
+            figures.unlink()
+        figures.mkdir(exist_ok=True)
+        write_pngs(figures_of(comparison, [comparison.metric]), figures)
+        written.append(figures)
+    return written
 
 
 def page(comparison: Comparison, title: str | None = None) -> str:
@@ -39,158 +64,100 @@ def page(comparison: Comparison, title: str | None = None) -> str:
 
     Args:
         comparison: What to show.
-        title: The heading; None names the recipe and the baseline.
+        title: The heading; None names the recipe and the count.
 
     Returns:
         HTML, complete in itself.
     """
-    heading = title or f"{comparison.recipe}: {len(comparison.groups)} configurations compared"
-    figures = "".join(_figure(chart) for chart in charts_of(comparison))
-    body = [
-        f"<header><h1>{escape(heading)}</h1><p class='lead'>{_lead(comparison)}</p></header>",
-        _verdicts(comparison),
-        _section("figures", "Figures", f"{_legend(comparison)}<div class='figures'>{figures}</div>"),
-        _section("configurations", "Configurations", _table(group_table(comparison))),
-    ]
-    targets = target_table(comparison)
-    if targets.rows:
-        body.append(_section("targets", targets.title, _table(targets)))
-    if comparison.budgets:
-        table = budget_table(comparison)
-        body.append(_section("budgets", table.title, f"<p class='aside'>{BUDGETS}</p>{_table(table)}"))
-    body += [
-        _section("runs", "Runs", _table(run_table(comparison))),
-        _section("notes", "Notes", _notes(comparison)),
-        _section("made-with", "Hardware and versions", _provenance(comparison)),
-    ]
-    return (
-        "<!doctype html>\n<html lang='en'>\n<head>\n<meta charset='utf-8'>\n"
-        "<meta name='viewport' content='width=device-width, initial-scale=1'>\n"
-        "<meta name='color-scheme' content='light dark'>\n<link rel='icon' href='data:,'>\n"
-        f"<title>{escape(heading)}</title>\n<style>\n{STYLE}</style>\n</head>\n"
-        f"<body>\n<main>\n{chr(10).join(body)}\n</main>\n</body>\n</html>\n"
+    names = metrics_of(comparison.runs, comparison.metric if comparison.metric in _finals(comparison) else None)
+    figures = figures_of(comparison, names)
+    labels = [group.label for group in comparison.groups]
+    tokens = any("tokens" in points and points["tokens"].notna().any() for points in comparison.runs[0].points.values())
+    axes = {key: comparison.tokens if key == "tokens" else name for key, name in AXES.items()}
+    data = {
+        "figures": [{"name": figure.name, "spec": _packed(figure.spec)} for figure in figures],
+        "themes": {mode: theme(mode) for mode in PALETTES},
+    }
+    environment = Environment(loader=FileSystemLoader(Path(__file__).parent / "template"), autoescape=True)
+    band = next((note for note in comparison.notes if note.startswith(("the band", "the baseline"))), "")
+    many = [f"the page's curves show {MOST_METRICS} of {len(names)} metrics"] if len(names) > MOST_METRICS else []
+    return environment.get_template("page.html").render(
+        title=title or f"{comparison.recipe}: {len(labels)} configurations compared",
+        lead=_lead(comparison),
+        band=band[:1].upper() + band[1:],
+        findings=comparison.findings,
+        badges=BADGES,
+        labels=labels,
+        dashes=[" ".join(map(str, dash_of(place))) for place in range(len(labels))],
+        palettes=PALETTES,
+        paper=PAPER,
+        ink=INK,
+        figures=figures,
+        metrics=names[:MOST_METRICS],
+        axes={key: name for key, name in axes.items() if key != "tokens" or tokens},
+        tables=tables_of(comparison),
+        notes=[*many, *comparison.notes],
+        provenance=_provenance(comparison),
+        data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
+        bundle=_bundle(),
     )
+
+
+@cache
+def _bundle() -> str:
+    """Vega, Vega-Lite and Vega-Embed as one script, from the installed vl-convert."""
+    import vl_convert
+
+    text: str = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # its stub asks for a snippet
+    return text.replace("</script", "<\\/script")
+
+
+def _finals(comparison: Comparison) -> set[str]:
+    return {name for run in comparison.runs for name in run.finals}
+
+
+def _packed(spec: dict[str, Any]) -> dict[str, Any]:
+    """Rows as columns, texts as places in a list; page.js unpacks them."""
+    packed = {}
+    for name, rows in spec["datasets"].items():
+        columns: dict[str, Any] = {}
+        for key in dict.fromkeys(key for row in rows for key in row):
+            column = [row.get(key) for row in rows]
+            if any(isinstance(value, str) for value in column):
+                texts = list(dict.fromkeys(column))
+                places = {text: place for place, text in enumerate(texts)}
+                columns[key] = {"texts": texts, "places": [places[value] for value in column]}
+            else:
+                columns[key] = column
+        packed[name] = {"length": len(rows), "columns": columns}
+    return {**spec, "datasets": packed}
 
 
 def _lead(comparison: Comparison) -> str:
-    count, seeds = (
-        len(comparison.runs),
-        sorted({seed for g in comparison.groups for seed in g.seeds if seed is not None}),
-    )
-    said = f"{count} run{'s' if count != 1 else ''} of {escape(comparison.recipe)}"
+    count = len(comparison.runs)
+    seeds = sorted({seed for group in comparison.groups for seed in group.seeds if seed is not None})
+    said = f"{count} run{'s' if count != 1 else ''} of {comparison.recipe}"
     if seeds:
-        said += f" with seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
-    better = "lower" if comparison.mode == "min" else "higher"
-    return (
-        f"{said}. Baseline: <strong>{escape(comparison.baseline.label)}</strong>. "
-        f"Quality is <strong>{escape(comparison.metric)}</strong> at the end, {better} is better."
-    )
+        said += f" with seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds[:20]))}"
+    which = "lower" if comparison.mode == "min" else "higher"
+    return f"{said}. Baseline: {comparison.baseline.label}. Quality: {comparison.metric} at the end, {which} is better."
 
 
-def _verdicts(comparison: Comparison) -> str:
-    cards = "".join(_card(verdict, colour % COLOURS) for colour, verdict in enumerate(comparison.verdicts, start=1))
-    band = next((note for note in comparison.notes if note.startswith(("the band", "the baseline"))), "")
-    text = f"<p class='aside'>{escape(_sentence(band))} “Same” means: no further apart than that; it is no proof.</p>"
-    if not cards:
-        cards = "<p>There is one configuration only, and so nothing to compare it with.</p>"
-    return _section("verdicts", "Verdicts", f"<div class='cards'>{cards}</div>{text}")
-
-
-def _card(verdict: Verdict, colour: int) -> str:
-    word, kind = BADGES[verdict.outcome]
-    first, *rest = verdict.sentences
-    items = "".join(f"<li>{escape(_upper(sentence))}</li>" for sentence in rest)
-    items += "".join(f"<li class='caution'>{escape(_upper(caution))}</li>" for caution in verdict.cautions)
-    return (
-        f"<article class='card {kind}' style='--ink:var(--c{colour})'><h3><span class='swatch'></span>"
-        f"{escape(verdict.label)} <span class='badge'>{word}</span></h3>"
-        f"<p>{escape(_sentence(first))}</p><ul>{items}</ul></article>"
-    )
-
-
-def _legend(comparison: Comparison) -> str:
-    chips = "".join(
-        f"<li style='--ink:var(--c{colour % COLOURS})'><span class='swatch'></span>{escape(group.label)}"
-        f"{' (baseline)' if not colour else ''}</li>"
-        for colour, group in enumerate(comparison.groups)
-    )
-    return f"<ul class='legend'>{chips}</ul>"
-
-
-def _figure(chart: Chart) -> str:
-    caption = f"<strong>{escape(chart.title)}</strong> {escape(chart.caption)}"
-    return f"<figure><figcaption>{caption}</figcaption>{svg(chart)}</figure>"
-
-
-def _table(table: Table) -> str:
-    shown = shown_columns(table)
-    kinds = {index: "words" if index in table.text else "figure" for index in shown}
-    head = "".join(f"<th class='{kinds[i]}' scope='col'>{escape(table.heads[i])}</th>" for i in shown)
-    rows = "".join(f"<tr>{''.join(_cell(row[i], i, kinds[i], table) for i in shown)}</tr>" for row in table.rows)
-    return (
-        f"<div class='scroll' tabindex='0' role='region' aria-label='{escape(table.title, quote=True)}'>"
-        f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
-    )
-
-
-def _cell(text: str, index: int, kind: str, table: Table) -> str:
-    if index == 0:
-        return f"<th class='words' scope='row'>{escape(text)}</th>"
-    long = " long" if table.heads[index] == "remarks" and text != NONE else ""
-    return f"<td class='{kind}{long}'>{escape(text)}</td>"
-
-
-def _notes(comparison: Comparison) -> str:
-    items = [f"<li>{escape(_sentence(note))}</li>" for note in comparison.notes]
-    shown, folded = items[:MOST_NOTES], items[MOST_NOTES:]
-    text = f"<ul>{''.join(shown)}</ul>"
-    if folded:
-        text += f"<details><summary>{len(folded)} more</summary><ul>{''.join(folded)}</ul></details>"
-    return text
-
-
-def _provenance(comparison: Comparison) -> str:
+def _provenance(comparison: Comparison) -> dict[str, str]:
     """Each value that a run recorded; several where runs differ."""
-    manifests = [run.manifest for run in comparison.runs]
-    rows: list[tuple[str, str]] = []
-    for name, key in (("CPU", "cpu"), ("usable cores", "usable_cores"), ("system", "system"), ("GPUs", "gpus")):
-        values = _different(_plain((m.get("hardware") or {}).get(key)) for m in manifests)
-        if values:
-            rows.append((name, values))
-    packages = sorted({name for m in manifests for name in m.get("versions") or {}})
-    for package in packages:
-        rows.append((package, _different(str((m.get("versions") or {}).get(package, "")) for m in manifests)))
-    rows.append(("revision", _different(str((m.get("git") or {}).get("revision", ""))[:12] for m in manifests)))
-    rows.append(("started", _first_to_last(sorted(str(m.get("started", "")) for m in manifests))))
-    cells = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in rows if value)
-    return f"<dl>{cells}</dl>"
+    names = dict.fromkeys(name for run in comparison.runs for name in run.provenance)
+    values = {name: sorted({run.provenance.get(name, "") for run in comparison.runs} - {""}) for name in names}
+    return {name: ", ".join(some if len(some) <= 4 else [some[0], "…", some[-1]]) for name, some in values.items()}
 
 
-def _first_to_last(times: list[str]) -> str:
-    return times[0] if times[0] == times[-1] else f"{times[0]} to {times[-1]}"
-
-
-def _different(values: Iterable[str]) -> str:
-    return ", ".join(dict.fromkeys(value for value in values if value))
-
-
-def _plain(value: object) -> str:
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
-    return "" if value is None else str(value)
-
-
-def _section(name: str, title: str, content: str) -> str:
-    return f"<section id='{name}'><h2>{escape(title)}</h2>{content}</section>"
-
-
-def _upper(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
-def _sentence(text: str) -> str:
-    """Begins large and ends with a full stop; metric names keep their case."""
-    if not text:
-        return ""
-    begun = text if "/" in text.split(" ", 1)[0] else _upper(text)
-    return begun if begun.endswith((".", ")")) and not begun.endswith(")") else f"{begun}."
+def _replace(path: Path, text: str) -> None:
+    """Writes a file beside and moves it into place, so that a link there is replaced and not followed."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

@@ -38,7 +38,7 @@ def test_it_writes_and_says_where(root: Path, capsys: pytest.CaptureFixture[str]
 def test_assert_within(root: Path, capsys: pytest.CaptureFixture[str], band: str, status: int) -> None:
     assert main([str(root), "--no-png", "--assert-within", band]) == status
     said = capsys.readouterr().err
-    assert ("outside the band: adamw_fused int8: worse val/loss" in said) is bool(status)
+    assert ("outside the band: ours int8: worse val/loss" in said) is bool(status)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_unknown_options_are_refused(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--baseline", "optimizer=sgd"], "fits no group; there are 'adamw_fused int8', 'adamw_torch fp32'"),
+        (["--baseline", "optimizer=sgd"], "fits no group; there are 'ours int8' (optimizer=adamw_fused state=int8)"),
         (["--metric", "val/los"], "no run measured the metric 'val/los'; measured: train/loss, val/loss"),
     ],
 )
@@ -90,6 +90,15 @@ def test_a_second_comparison_replaces_the_first_and_does_not_read_it(root: Path)
     assert (root / "comparison" / "page.html").read_bytes() == first
 
 
+def test_a_link_in_a_run_folder_is_no_place_to_write(root: Path) -> None:
+    aim = root.parent / "aim"
+    aim.mkdir()
+    (root / "comparison").symlink_to(aim)
+    assert main([str(root), "--no-png"]) == 0
+    assert list(aim.iterdir()) == []
+    assert (root / "comparison-2" / "page.html").exists()
+
+
 @pytest.mark.slow
 def test_a_multirun_is_compared(tmp_path: Path) -> None:
     """The newcomer's path: a multirun with a pair that is refused, then its comparison."""
@@ -111,4 +120,4 @@ def test_a_multirun_is_compared(tmp_path: Path) -> None:
     rows = (multirun / "comparison" / "comparison.csv").read_text(encoding="utf-8").splitlines()
     assert len(rows) == 1 + 6
     html = (multirun / "comparison" / "page.html").read_text(encoding="utf-8")
-    assert "adamw_fused int8" in html
+    assert "ours int8" in html

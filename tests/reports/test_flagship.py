@@ -84,7 +84,7 @@ def test_it_leaves_the_comparison_and_nothing_of_the_machine(tmp_path: Path, ran
     )
     folder = out / "flagship_byte_lm"
     record = json.loads((folder / "flagship.json").read_text(encoding="utf-8"))
-    assert set(record["verdicts"]) == {"adamw_torch fp32", "adamw_fused fp32"}
+    assert set(record["verdicts"]) == {"torch fused fp32", "ours fp32"}
     assert record["runs"] == 12
     assert record["hardware"]["cores"]
     assert record["versions"]["torch"]

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from lightning_fuse.records import read_metrics, read_step_rows, read_summary
-from lightning_fuse.reports.grouping import group_runs
-from lightning_fuse.reports.reading import read_run
+from lightning_fuse.reports.groups import group_runs
+from lightning_fuse.reports.load_runs import load_run
 from lightning_fuse.reports.wandb_import import import_run
 from lightning_fuse.reports.wandb_log import WandbRun, find_logs, read_wandb
 from lightning_fuse.run import train
@@ -174,15 +174,14 @@ def test_a_run_without_numbers_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_comparison_takes_an_imported_run_for_what_it_is(runs: list[Trained], tmp_path: Path) -> None:
-    own = [read_run(run.folder) for run in runs]
-    imported = [read_run(import_run(run.wandb, tmp_path / str(i))) for i, run in enumerate(runs)]
+    own = [load_run(run.folder) for run in runs]
+    imported = [load_run(import_run(run.wandb, tmp_path / str(i))) for i, run in enumerate(runs)]
     assert len(group_runs([*own, *imported])) == len(group_runs(own))
     for theirs, ours in zip(imported, own, strict=True):
-        assert [(p.step, p.update, p.tokens, p.value) for p in theirs.metrics["val/loss"]] == [
-            (p.step, p.update, p.tokens, p.value) for p in ours.metrics["val/loss"]
-        ]
-        assert theirs.scales == ours.scales
-        assert [(skip.step, skip.reason) for skip in theirs.skips] == [(skip.step, skip.reason) for skip in ours.skips]
+        columns = ["step", "update", "tokens", "value"]
+        assert theirs.points["val/loss"][columns].equals(ours.points["val/loss"][columns])
+        assert theirs.scales.equals(ours.scales)
+        assert theirs.skipped[["step", "reason"]].equals(ours.skipped[["step", "reason"]])
 
 
 def test_steps_that_were_not_logged_count(runs: list[Trained], tmp_path: Path) -> None:
@@ -194,11 +193,11 @@ def test_steps_that_were_not_logged_count(runs: list[Trained], tmp_path: Path) -
         row["train_seconds"] = 0.25 * (number + 1)
     for folder, kept in ((whole, rows), (sparse, rows[2::3])):
         (folder / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
-    a, b = read_run(whole), read_run(sparse)
-    assert a.step_ms == b.step_ms == 250.0
+    a, b = load_run(whole), load_run(sparse)
+    assert a.training_step_ms == b.training_step_ms == 250.0
     steps = {row["global_step"] for row in rows[2::3]}
-    tokens = {p.step: p.tokens for p in a.metrics["train/loss"]}
-    assert {p.step: p.tokens for p in b.metrics["train/loss"] if p.step in steps} == {s: tokens[s] for s in steps}
+    tokens, sparse_tokens = (run.points["train/loss"].set_index("step")["tokens"] for run in (a, b))
+    assert (tokens[tokens.index.isin(steps)] == sparse_tokens[sparse_tokens.index.isin(steps)]).all()
 
 
 def _without_folder(entry: Any) -> Any:

@@ -1,27 +1,31 @@
 """Runs of one configuration and several seeds form a group; one group is the baseline, the others are candidates.
 
 Runs belong together when their whole configuration is the same but for the seed, the folders and what only watches. A
-group is called by the words that tell it from the others: optimizer, state, master, precision first, then whatever else
-differs (``optimizer.lr=0.001``), so two settings never hide in one group.
+group is called by what tells it from the others: optimizer and state first, then whatever else differs
+(``optimizer.lr=0.001``), so two settings never hide in one group.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_fuse.records.manifest import flattened
 from lightning_fuse.registry import unknown_name
-from lightning_fuse.reports.reading import Run, word
+from lightning_fuse.reports.run import UNKNOWN, Run
+from lightning_fuse.reports.validation import group_word, shorten
 
 # The word of a group, and where the configuration has it.
 WORDS = {"optimizer": "name", "state": "format", "master": "", "precision": "", "kernel": "", "recipe": "name"}
 TITLE = ("optimizer", "state", "master", "precision", "kernel")
+# The end of an optimizer's word, and what people call it; the rest of the word is the rule.
+MAKERS = {"fused": "ours", "torch": "torch fused", "loop": "torch loop", "foreach": "torch foreach"}
+MAKERS |= {"bnb": "bitsandbytes"}
 # What says where a run is written, or only watches it.
 WATCHING = ("seed", "resume", "run_folder", "logger", "callbacks.progress", "callbacks.profile", "callbacks.memory")
 WATCHING_ENDS = (".dirpath", ".folder", ".save_dir", ".enable_progress_bar", ".sample_bytes", ".enable_model_summary")
-
 EXECUTION = ("optimizer.foreach", "optimizer.fused")  # what the words adamw_loop, adamw_foreach, adamw_torch mean
 
 
@@ -34,7 +38,7 @@ class Group:
     """Runs that differ in nothing but the seed.
 
     Attributes:
-        label: What tells it from the other groups, for people: ``adamw_fused int8``.
+        label: What tells it from the other groups, for people: ``ours int8``.
         words: Word by name, those of ``WORDS``.
         settings: The other settings, dotted key to value.
         runs: In the order in which they were given.
@@ -52,26 +56,24 @@ class Group:
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
-    """Sorts runs into groups.
+    """Sorts runs into groups, in the order of their first runs.
 
     Args:
         runs: At least one.
 
     Returns:
-        Groups, in the order of their first runs.
+        Groups, each with a label of its own.
     """
-    groups: list[Group] = []
+    groups: dict[str, Group] = {}
     for run in runs:
-        words, settings = _words(run.config), _settings(run.config)
-        for group in groups:
-            if group.words == words and group.settings == settings:
-                group.runs.append(run)
-                break
-        else:
-            groups.append(Group("", words, settings, [run]))
-    for group, label in zip(groups, _labels(groups), strict=True):
+        words = {name: group_word(run.config.get(name), key) for name, key in WORDS.items()}
+        settings = _settings(run.config)
+        key = json.dumps([run.label, words, settings], sort_keys=True, default=str)
+        groups.setdefault(key, Group(run.label, words, settings, [])).runs.append(run)
+    found = list(groups.values())
+    for group, label in zip(found, _labels(found), strict=True):
         group.label = label
-    return groups
+    return found
 
 
 def choose_baseline(groups: Sequence[Group], wanted: Sequence[str] = ()) -> Group:
@@ -90,7 +92,7 @@ def choose_baseline(groups: Sequence[Group], wanted: Sequence[str] = ()) -> Grou
         NotComparable: No group has these words, or several have.
     """
     if not wanted:
-        return _usual_baseline(groups)
+        return min(groups, key=lambda g: (not g.words["optimizer"].endswith("_torch"), g.words["state"] != "fp32"))
     pairs = []
     for text in wanted:
         key, equals, value = text.partition("=")
@@ -103,7 +105,9 @@ def choose_baseline(groups: Sequence[Group], wanted: Sequence[str] = ()) -> Grou
     found = [g for g in groups if all(str(g.words.get(k, g.settings.get(k))) == value for k, value in pairs)]
     if len(found) == 1:
         return found[0]
-    names = ", ".join(f"'{group.label}'" for group in found or groups)
+    names = ", ".join(
+        f"'{g.label}' (optimizer={g.words['optimizer']} state={g.words['state']})" for g in found or groups
+    )
     said = " ".join(wanted)
     if found:
         raise NotComparable(f"--baseline {said} fits {len(found)} groups: {names}; add a word that tells them apart")
@@ -117,24 +121,23 @@ def check_data(runs: Sequence[Run]) -> list[str]:
         runs: Those to be compared.
 
     Returns:
-        One sentence per kind of difference; none where everything fits. A run without a hash fits any data.
+        One sentence per kind of difference. A run without a recipe or a hash fits any.
     """
     faults = []
     for what, values in (
-        ("recipes", [run.recipe for run in runs]),
+        ("recipes", [run.recipe for run in runs if run.recipe != UNKNOWN]),
         ("data hashes", [run.data_hash for run in runs if run.data_hash]),
     ):
         kinds = list(dict.fromkeys(values))
         if len(kinds) > 1:
-            counts = ", ".join(f"{_short(kind)} ({values.count(kind)} runs)" for kind in kinds)
+            counts = ", ".join(f"{str(kind)[:20]} ({values.count(kind)} runs)" for kind in kinds)
             faults.append(f"the runs have {len(kinds)} {what}: {counts}")
     return faults
 
 
 def same_data(one: Run, other: Run) -> bool:
     """Whether the losses of two runs measure the same thing."""
-    hashes = {run.data_hash for run in (one, other)} - {None}
-    return one.recipe == other.recipe and len(hashes) <= 1
+    return not check_data([one, other])
 
 
 def setting_differences(baseline: Group, candidate: Group) -> list[str]:
@@ -145,7 +148,7 @@ def setting_differences(baseline: Group, candidate: Group) -> list[str]:
         candidate: The other.
 
     Returns:
-        ``optimizer.lr 0.002 against 0.001``, the candidate's value first.
+        ``optimizer.lr 0.001 against 0.002``, the candidate's value first.
     """
     ours, theirs = candidate.settings, baseline.settings
     other_optimizer = baseline.words["optimizer"] != candidate.words["optimizer"]
@@ -153,26 +156,21 @@ def setting_differences(baseline: Group, candidate: Group) -> list[str]:
     for key in sorted({*ours, *theirs}):
         only_one = key not in ours or key not in theirs
         own_argument = other_optimizer and key.startswith("optimizer.") and (only_one or key in EXECUTION)
-        if ours.get(key) == theirs.get(key) or own_argument:
-            continue
-        found.append(f"{key} {ours.get(key)} against {theirs.get(key)}")
+        if str(ours.get(key)) != str(theirs.get(key)) and not own_argument:
+            found.append(f"{key} {shorten(ours.get(key))} against {shorten(theirs.get(key))}")
     return found
 
 
-def _words(config: Mapping[str, Any]) -> dict[str, str]:
-    return {name: word(config.get(name), key) for name, key in WORDS.items()}
-
-
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    flat = flattened(config)
     named = {f"{name}.{key}" if key else name for name, key in WORDS.items()}
     return {
         key: value
-        for key, value in flat.items()
+        for key, value in flattened(config).items()
         if key not in named
+        and key not in WORDS
         and not key.endswith(("._target_", "._partial_", *WATCHING_ENDS))
         and not any(key == name or key.startswith(f"{name}.") for name in WATCHING)
-        and not key.startswith("recipe.takes.")
+        and not key.startswith(("recipe.takes.", "recipe.requires."))
     }
 
 
@@ -181,30 +179,33 @@ def _labels(groups: Sequence[Group]) -> list[str]:
     shown = [name for name in TITLE if name in ("optimizer", "state") or _differ(g.words[name] for g in groups)]
     if _differ(group.words["recipe"] for group in groups):
         shown.insert(0, "recipe")
-    labels = [" ".join(_spoken(name, group.words[name]) for name in shown) for group in groups]
+    one_rule = not _differ(group.words["optimizer"].rpartition("_")[0] for group in groups)
+    labels = [" ".join(_spoken(name, group.words[name], one_rule) for name in shown) for group in groups]
     for label in {label for label in labels if labels.count(label) > 1}:
         alike = [i for i, one in enumerate(labels) if one == label]
         keys = sorted({key for i in alike for key in groups[i].settings})
         telling = [key for key in keys if _differ(str(groups[i].settings.get(key)) for i in alike)]
         for i in alike:
-            labels[i] = " ".join([label, *(f"{key}={groups[i].settings.get(key)}" for key in telling)])
-    return labels
+            labels[i] = " ".join([label, *(f"{key}={_setting(groups[i].settings.get(key))}" for key in telling)])
+    for i, group in enumerate(groups):
+        if group.label:  # of a CSV, which has only the label for what settings differ
+            word = group.words["optimizer"]
+            labels[i] = group.label.replace(word, _spoken("optimizer", word, one_rule), 1)
+    return [label if labels.count(label) == 1 else f"{label} #{i}" for i, label in enumerate(labels)]
 
 
-def _spoken(name: str, value: str) -> str:
-    return f"{value} {name}" if name in ("master", "kernel") else value
+def _setting(value: Any) -> str:
+    return value if isinstance(value, str) and len(value) <= 60 else shorten(value)
+
+
+def _spoken(name: str, value: str, one_rule: bool) -> str:
+    if name in ("master", "kernel"):
+        return f"{value} {name}"
+    rule, _, maker = value.rpartition("_")
+    if name != "optimizer" or not rule or maker not in MAKERS:
+        return value
+    return MAKERS[maker] if one_rule else f"{rule} {MAKERS[maker]}"
 
 
 def _differ(values: Iterable[str]) -> bool:
     return len(set(values)) > 1
-
-
-def _usual_baseline(groups: Sequence[Group]) -> Group:
-    def rank(group: Group) -> tuple[bool, bool]:
-        return (not group.words["optimizer"].endswith("_torch"), group.words["state"] != "fp32")
-
-    return min(groups, key=rank)  # the first of equals
-
-
-def _short(text: object) -> str:
-    return str(text)[:16] + "…" if len(str(text)) > 20 else str(text)
