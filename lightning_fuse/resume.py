@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from lightning_fuse.callbacks.exact_resume import MODES
 from lightning_fuse.callbacks.resume_settings import Difference
 from lightning_fuse.config import ConfigError, resolved
-from lightning_fuse.optim import FusedOptimizer, LoadOptions, state_io
+from lightning_fuse.optim import FusedOptimizer, LoadOptions
 from lightning_fuse.plugins.atomic_checkpoint import read_checkpoint
 from lightning_fuse.records import Checkpoint, RunFolder, find_checkpoint
 from lightning_fuse.registry import unknown_name
@@ -215,7 +215,7 @@ def check_checkpoint(start: Start, module: torch.nn.Module, optimizer: Optimizer
         return
     state = contents["optimizer_states"][0]
     if isinstance(optimizer, FusedOptimizer):
-        state_io.check(optimizer, state, _load_options(start.cfg))
+        optimizer.plan_load(state, _load_options(start.cfg))
     else:
         optimizer.load_state_dict(state)
 

@@ -17,8 +17,9 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from lightning_fuse.plugins.checkpoint_conversion import TARGETS, Conversion, Wanted, convert_file
+from lightning_fuse.plugins.checkpoint_conversion import TARGETS, Conversion, ConversionSpec, convert_file
 
 ROWS = 30  # parameters to print before "and N more"
 
@@ -49,7 +50,7 @@ def table(result: Conversion) -> Table:
     """What was converted and what was lost."""
     shown = Table("parameter", "what happened", title="converted", title_justify="left")
     for name, note in result.rows[:ROWS]:
-        shown.add_row(name, note)
+        shown.add_row(Text(name), Text(note))
     if len(result.rows) > ROWS:
         shown.add_row("…", f"and {len(result.rows) - ROWS} more")
     shown.caption = (
@@ -63,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser().parse_args(arguments)
     console, errors = Console(), Console(stderr=True)
     try:
-        wanted = Wanted(
+        spec = ConversionSpec(
             to=given.to,
             state=patterns(given.state),
             master=given.master,
@@ -71,12 +72,12 @@ def main(arguments: list[str] | None = None) -> int:
             optimizer=given.optimizer,
             nonfinite="keep" if given.keep_nonfinite else "refuse",
         )
-        result = convert_file(given.source, given.target, wanted)
+        result = convert_file(given.source, given.target, spec)
     except (ValueError, OSError, TypeError) as error:
-        errors.print(f"[red]not converted:[/red] {error}", highlight=False, soft_wrap=True)
+        errors.print(Text("not converted: ", "red") + Text(str(error)), soft_wrap=True)
         return 1
     console.print(table(result))
-    console.print(f"written: {given.target}", highlight=False, soft_wrap=True)
+    console.print(Text(f"written: {given.target}"), soft_wrap=True)
     return 0
 
 

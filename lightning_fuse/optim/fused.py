@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, is_
@@ -21,13 +20,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fuse.kernels import ParamSpec, ParamState, ParamUpdate, StepKernel, check_kernel_name, choose_kernel
+from lightning_fuse.kernels import ParamSpec, ParamUpdate, StepKernel, check_kernel_name, choose_kernel
 from lightning_fuse.kernels.kernel import PARAM_DTYPES
 from lightning_fuse.kernels.shards import local_part, shard_of
-from lightning_fuse.optim import state_io
-from lightning_fuse.optim.group_names import name_added_group
-from lightning_fuse.optim.load_options import LoadOptions, LoadReport
-from lightning_fuse.optim.param_states import ensure_states
+from lightning_fuse.optim.checkpoint.options import LoadOptions, LoadReport
+from lightning_fuse.optim.checkpoint.plan import Destination, LoadPlan, plan_load
+from lightning_fuse.optim.checkpoint.schema import describe_state
+from lightning_fuse.optim.group_names import name_added_group, parameter_names
+from lightning_fuse.optim.param_states import GroupCache, ensure_states
 from lightning_fuse.optim.selection import Selection, StateSpec
 from lightning_fuse.optim.settings import check_apart, check_gradient, check_parameter, check_shard, plain_numbers
 from lightning_fuse.rules.rule import UpdateRule
@@ -37,29 +37,6 @@ _STRIDED, _READABLE = frozenset({torch.strided}), frozenset(PARAM_DTYPES)
 _AS_UPDATE = partial(tuple.__new__, ParamUpdate)  # ParamUpdate(...) would run a Python function for each
 
 Params: TypeAlias = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
-
-
-@dataclass
-class GroupCache:
-    """What one group's parameters are, as long as nothing that decides it changes.
-
-    Attributes:
-        params: The group's parameters.
-        names: Their names.
-        specs: What is decided about each.
-        hyper: Hyperparameters that the rules were last chosen by; None before the first step.
-        states: The state of each, or None before its first gradient.
-        held: ``state[p]`` of each that has state.
-        tensors: All tensors of those, in order.
-    """
-
-    params: list[Tensor]
-    names: list[str]
-    specs: list[ParamSpec]
-    hyper: Mapping[str, Any] | None
-    states: list[ParamState | None]
-    held: list[dict[str, Any]]
-    tensors: list[Any]
 
 
 class FusedOptimizer(Optimizer):
@@ -249,8 +226,8 @@ class FusedOptimizer(Optimizer):
         return updates
 
     def state_dict(self) -> dict[str, Any]:
-        """State as torch keeps it, with one entry ``lightning_fuse`` that says what it holds; plain data only."""
-        return state_io.describe(self, super().state_dict())
+        """State as torch keeps it, live and plain data; each parameter's says what it is under ``format``."""
+        return describe_state(self.specs(), super().state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any], options: LoadOptions | None = None) -> None:
         """Loads what ``state_dict`` returned, or the state of torch's or bitsandbytes' optimizer of the same rule.
@@ -268,10 +245,26 @@ class FusedOptimizer(Optimizer):
             ValueError: It belongs to another rule, format or set of parameters, and the options allow no other, or it
                 is damaged; nothing has been changed then.
         """
-        self.last_load = state_io.load(self, state_dict, self.load_options if options is None else options)
+        plan = self.plan_load(state_dict, options)
+        plan.apply(self.param_groups, self.state)
+        self.reset_caches()
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+        self.last_load = plan.report()
         if self.last_load.warnings:
             more = len(self.last_load.warnings) - 1
             warn(self.last_load.warnings[0] + (f" (and {more} more parameters)" if more else ""), stacklevel=2)
+
+    def plan_load(self, state_dict: Any, options: LoadOptions | None = None) -> LoadPlan:
+        """Everything that ``load_state_dict`` would do, checked; changes nothing. Arguments and errors are its own."""
+        hooks = self._optimizer_load_state_dict_pre_hooks.values()
+        if hooks and isinstance(state_dict, dict):
+            state_dict = state_dict.copy()  # torch's hooks may change it
+        for hook in hooks:
+            replaced = hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        into = Destination(self.specs(), self.param_groups, self.check_group, self.rule_for)
+        return plan_load(into, state_dict, self.load_options if options is None else options)
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("_selection", "_kernel_word", "load_options")
@@ -351,7 +344,7 @@ class FusedOptimizer(Optimizer):
             return False  # somebody has replaced the dict
         if self._sharded and not all(spec.local is local_part(spec.param) for spec in cache.specs):
             return False
-        if hyper is None or hyper != cache.hyper:
+        if (plain_numbers(group) if hyper is None else hyper) != cache.hyper:
             # Settings may stand for another rule now, for instance after momentum was set.
             cache.hyper = hyper if hyper is not None else cache.hyper
             return all(spec.rule is self.rule_for(group, spec.param) for spec in cache.specs)
@@ -403,16 +396,3 @@ class FusedOptimizer(Optimizer):
             return self.grad_factor
         scale = getattr(self, "grad_scale", None)
         return None if scale is None else scale.double().reciprocal().to(torch.float32)
-
-
-def parameter_names(group: Mapping[str, Any], index: int) -> Sequence[str]:
-    """Names of a group's parameters, for messages: those it was given, or ``group.position``.
-
-    Args:
-        group: A parameter group of any torch optimizer.
-        index: The group's place among the groups.
-
-    Returns:
-        One name per parameter.
-    """
-    return group.get("param_names") or [f"{index}.{i}" for i in range(len(group["params"]))]

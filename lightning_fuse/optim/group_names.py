@@ -39,3 +39,16 @@ def _make_way(wanted: set[str], known: Mapping[Tensor, str], groups: Sequence[di
             known.get(p, f"{name} (replaced, {index}.{place})") if name in wanted else name
             for place, (name, p) in enumerate(zip(names, group["params"], strict=True))
         ]
+
+
+def parameter_names(group: Mapping[str, Any], index: int) -> Sequence[str]:
+    """Names of a group's parameters, for messages: those it was given, or ``group.position``.
+
+    Args:
+        group: A parameter group of any torch optimizer.
+        index: The group's place among the groups.
+
+    Returns:
+        One name per parameter.
+    """
+    return group.get("param_names") or [f"{index}.{i}" for i in range(len(group["params"]))]

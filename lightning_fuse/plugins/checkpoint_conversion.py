@@ -7,7 +7,7 @@ format, so a conversion here and one at a resume give the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from lightning_fuse.formats import MASTERS
-from lightning_fuse.optim import FusedOptimizer, LoadOptions, to_torch_state
-from lightning_fuse.optim.rebuild import rebuild, weights_of
+from lightning_fuse.optim import convert
+from lightning_fuse.optim.checkpoint.rebuild import weights_of
+from lightning_fuse.optim.checkpoint.schema import saved_formats
+from lightning_fuse.optim.group_names import parameter_names
 from lightning_fuse.optim.selection import StateSpec
-from lightning_fuse.optim.state_io import ENTRY
 from lightning_fuse.plugins.atomic_checkpoint import AtomicCheckpointIO
 from lightning_fuse.records.checkpoint_file import verify
 from lightning_fuse.registry import unknown_name
@@ -30,7 +31,7 @@ KEPT_WITH_WEIGHTS = ("pytorch-lightning_version", "hyper_parameters", "hparams_n
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ConversionSpec:
     """What a checkpoint should become.
 
     Attributes:
@@ -83,13 +84,13 @@ class Conversion:
     bytes_after: int = 0
 
 
-def convert_file(source: Path, target: Path, wanted: Wanted) -> Conversion:
+def convert_file(source: Path, target: Path, spec: ConversionSpec) -> Conversion:
     """Reads a checkpoint and writes what it should become, in one act.
 
     Args:
         source: A checkpoint of Lightning, or a file with one optimizer's state dict.
         target: The file to write; must not exist.
-        wanted: What to write.
+        spec: What to write.
 
     Returns:
         What was done.
@@ -108,10 +109,7 @@ def convert_file(source: Path, target: Path, wanted: Wanted) -> Conversion:
         raise FileNotFoundError(f"{target.absolute().parent} is no folder: make it first")
     contents = _read(source)
     result = Conversion(bytes_before=source.stat().st_size)
-    if wanted.weights_only:
-        written = _weights(source, contents, result)
-    else:
-        written = _with_state(source, contents, wanted, result)
+    written = _weights(source, contents, result) if spec.weights_only else _with_state(source, contents, spec, result)
     AtomicCheckpointIO().save_checkpoint(written, target)
     result.bytes_after = target.stat().st_size
     return result
@@ -141,7 +139,7 @@ def _is_state_dict(contents: Mapping[str, Any]) -> bool:
     return {"state", "param_groups"} <= set(contents)
 
 
-def _with_state(source: Path, contents: dict[str, Any], wanted: Wanted, result: Conversion) -> dict[str, Any]:
+def _with_state(source: Path, contents: dict[str, Any], spec: ConversionSpec, result: Conversion) -> dict[str, Any]:
     """The checkpoint with every optimizer's state converted."""
     alone = _is_state_dict(contents)
     states = [contents] if alone else contents.get("optimizer_states")
@@ -151,48 +149,50 @@ def _with_state(source: Path, contents: dict[str, Any], wanted: Wanted, result: 
             "give a checkpoint of Lightning, or a file with one optimizer's state dict"
         )
     weights = {} if alone else weights_of(contents.get("state_dict") or {})
-    converted = [_convert(state, weights, wanted, result) for state in states]
-    if alone or (wanted.to == "torch" and len(converted) == 1):
+    converted = [_convert(state, weights, spec, result) for state in states]
+    if alone or (spec.to == "torch" and len(converted) == 1):
         return converted[0]
-    if wanted.to == "torch":
+    if spec.to == "torch":
         return {"optimizer_states": converted}
     return {**contents, "optimizer_states": converted}
 
 
 def _convert(
-    state_dict: Mapping[str, Any], weights: Mapping[str, Tensor], wanted: Wanted, result: Conversion
+    state_dict: Mapping[str, Any], weights: Mapping[str, Tensor], spec: ConversionSpec, result: Conversion
 ) -> dict[str, Any]:
-    optimizer = rebuild(state_dict, weights, optimizer=wanted.optimizer, state=wanted.state, master=wanted.master)
-    optimizer.load_options = LoadOptions(formats="convert", nonfinite=wanted.nonfinite)
-    optimizer.load_state_dict(dict(state_dict))
-    report = optimizer.last_load
-    assert report is not None
-    fresh = {entry.split(": ")[0] for entry in report.fresh}
+    packed, report = convert(
+        state_dict,
+        weights,
+        optimizer=spec.optimizer,
+        state=spec.state,
+        master=spec.master,
+        to_torch=spec.to != "lightning_fuse",
+        nonfinite=spec.nonfinite,
+    )
     notes = dict(entry.split(": ", 1) for entry in report.converted)
-    if wanted.to != "lightning_fuse":
-        packed = to_torch_state(optimizer)
-        notes.update(_notes_of_export(optimizer))
-    else:
-        packed = optimizer.state_dict()
-        names = [name for group in packed["param_groups"] for name in group["param_names"]]
-        for index, name in enumerate(names):
-            if name in fresh:
-                packed["state"].pop(index, None)
-    if not all("param_names" in group for group in state_dict["param_groups"]):
-        for group in packed["param_groups"]:
-            group.pop("param_names", None)
+    if spec.to != "lightning_fuse":
+        notes.update(_notes_of_export(state_dict))
     result.rows += list(notes.items())
-    result.unchanged += len(optimizer.formats()) - len(notes)
+    result.unchanged += sum(len(group["params"]) for group in packed["param_groups"]) - len(notes)
     return packed
 
 
-def _notes_of_export(optimizer: FusedOptimizer) -> dict[str, str]:
-    notes = {}
-    for name, word in optimizer.formats().items():
-        master = "" if optimizer.master == "none" else f", master {optimizer.master} -> none (its bits are lost)"
-        if word != "fp32" or master:
-            notes[name] = f"state {word} -> torch's float32 (nothing is lost){master}"
+def _notes_of_export(state_dict: Mapping[str, Any]) -> dict[str, str]:
+    notes, formats = {}, saved_formats(state_dict)
+    for name, index in _named(state_dict):
+        saved = formats.get(index)
+        if saved is None or not state_dict["state"].get(index):
+            continue
+        master = "" if saved.master == "none" else f", master {saved.master} -> none (its bits are lost)"
+        if saved.state != "fp32" or master:
+            notes[name] = f"state {saved.state} -> torch's float32 (nothing is lost){master}"
     return notes
+
+
+def _named(state_dict: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(name, index) of every parameter, those without a name called ``group.position``."""
+    for number, group in enumerate(state_dict["param_groups"]):
+        yield from zip(parameter_names(group, number), group["params"], strict=True)
 
 
 def _weights(source: Path, contents: Mapping[str, Any], result: Conversion) -> dict[str, Any]:
@@ -216,23 +216,19 @@ def _weights(source: Path, contents: Mapping[str, Any], result: Conversion) -> d
 
 def _joined(state_dict: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Sequence[tuple[str, Tensor, Tensor, str]]:
     """(name, parameter, float32 weight, master) of every parameter that has a master weight."""
-    about, found = state_dict.get(ENTRY), []
-    if about is None:
-        return []
-    indices = [index for group in state_dict["param_groups"] for index in group["params"]]
-    names = [name for group in state_dict["param_groups"] for name in group.get("param_names", ())]
-    for place, index in enumerate(indices):
-        held, master = state_dict["state"].get(index), MASTERS[about["masters"][place]]
-        if not held or master.name == "none":
+    formats, found = saved_formats(state_dict), []
+    for name, index in _named(state_dict):
+        held, saved = state_dict["state"].get(index), formats.get(index)
+        if not held or saved is None or saved.master == "none":
             continue
-        if place >= len(names) or names[place] not in weights:
+        if name not in weights:
             raise ValueError(
-                f"master weight {place} belongs to a parameter that the checkpoint's weights do not name: the "
+                f"the master weight of {name} belongs to a parameter that the checkpoint's weights do not name: the "
                 "optimizer was built without names; pass it model.named_parameters() and save again"
             )
-        param = weights[names[place]]
+        param, master = weights[name], MASTERS[saved.master]
         parts = tuple(held[part.suffix] for part in master.parts(tuple(param.shape)))
-        found.append((names[place], param, master.join(param, parts), master.name))
+        found.append((name, param, master.join(param, parts), master.name))
     return found
 
 

@@ -24,7 +24,7 @@ from lightning_fuse.optim import (
     FusedSGD,
     LoadOptions,
 )
-from lightning_fuse.optim.fused import parameter_names
+from lightning_fuse.optim.group_names import parameter_names
 from lightning_fuse.optim.groups import check_patterns
 from lightning_fuse.optim.selection import Selection, StateSpec
 from lightning_fuse.optim.settings import EXECUTION_KEYS

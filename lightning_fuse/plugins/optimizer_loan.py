@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_fuse.optim import FusedAdam, FusedAdamW, FusedOptimizer, FusedSGD
+from lightning_fuse.optim.checkpoint.export import to_torch_state
 from lightning_fuse.optim.settings import EXECUTION_KEYS
-from lightning_fuse.optim.torch_export import to_torch_state
 
 # Keys of torch's groups that our optimizers do not keep; "decoupled_weight_decay" has decided the class by then.
 TORCH_KEYS = (*EXECUTION_KEYS, "decoupled_weight_decay")

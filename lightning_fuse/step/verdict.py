@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fuse.kernels import sum_of_squares
-from lightning_fuse.optim.fused import parameter_names
+from lightning_fuse.optim.group_names import parameter_names
 
 CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_ adds it to the norm
 _GRAD, _IS_SPARSE, _PARAMS = attrgetter("grad"), attrgetter("is_sparse"), itemgetter("params")

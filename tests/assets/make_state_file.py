@@ -35,7 +35,11 @@ KINDS: dict[str, tuple[Any, dict[str, Any], torch.dtype]] = {
 
 def decoded(optimizer: Any, group: Any, name: str, p: torch.Tensor) -> list[torch.Tensor]:
     """The moments of one parameter as this package reads them."""
-    rule, fmt = optimizer._rule(group), STATE_FORMATS[optimizer.formats()[name]]
+    if hasattr(optimizer, "specs"):
+        rule = next(spec.rule for spec in optimizer.specs() if spec.param is p)
+    else:  # up to version 3
+        rule = optimizer._rule(group)
+    fmt = STATE_FORMATS[optimizer.formats()[name]]
     codecs = [fmt.codec(moment) for moment in rule.moments]
     kept = [state_tensors(m, c, optimizer.state[p], tuple(p.shape)) for m, c in zip(rule.moments, codecs, strict=True)]
     try:

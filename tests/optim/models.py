@@ -55,6 +55,14 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(whole), b.contiguous().view(whole))
 
 
+def as_version_3(saved: dict[str, Any]) -> dict[str, Any]:
+    """Rewrites a state dict in place as version 3 wrote it, which listed what the states are; returns the lists."""
+    words = [bytes(held.pop("format").tolist()).decode().split() for _, held in sorted(saved["state"].items())]
+    kinds = zip(("rules", "formats", "masters"), zip(*(entry[1:] for entry in words), strict=True), strict=True)
+    saved["lightning_fuse"] = {"format_version": 3, **{kind: list(column) for kind, column in kinds}}
+    return saved["lightning_fuse"]
+
+
 def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Hyperparameters of every group, tensors as numbers."""
     plain: Callable[[Any], Any] = lambda v: v.item() if isinstance(v, Tensor) else v  # noqa: E731

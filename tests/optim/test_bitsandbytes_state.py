@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_fuse import FusedAdam, FusedAdamW, FusedLion, FusedSGD
+from lightning_fuse import FusedAdam, FusedAdamW, FusedAdEMAMix, FusedLion, FusedSGD
 from lightning_fuse.formats import STATE_FORMATS, DitherKey
 from lightning_fuse.formats.format import encode_moments
 from lightning_fuse.optim import FusedOptimizer
-from lightning_fuse.plugins.checkpoint_conversion import Wanted, convert_file
+from lightning_fuse.plugins.checkpoint_conversion import ConversionSpec, convert_file
 from lightning_fuse.rules import RULES
 from tests.tolerances import rule_bound
 
@@ -171,7 +172,7 @@ def test_a_checkpoint_file_of_it_is_converted(words: dict[str, str], tmp_path: P
     _, params, saved = run(bnb.optim.AdamW8bit, SETTINGS)
     state_dict = {name: p.detach() for name, p in params.items()}
     torch.save({"state_dict": state_dict, "optimizer_states": [saved], "global_step": 5}, tmp_path / "bnb.ckpt")
-    convert_file(tmp_path / "bnb.ckpt", tmp_path / "out.ckpt", Wanted(**words))
+    convert_file(tmp_path / "bnb.ckpt", tmp_path / "out.ckpt", ConversionSpec(**words))
     written = torch.load(tmp_path / "out.ckpt", weights_only=True)
     assert written["global_step"] == 5
     mine, other = weights(seed=1), weights(seed=1)
@@ -185,3 +186,44 @@ def test_a_checkpoint_file_of_it_is_converted(words: dict[str, str], tmp_path: P
     for p, q in zip(mine.values(), other.values(), strict=True):
         assert set(direct.state[p]) == set(made.state[q])
         assert all(torch.equal(made.state[q][key].double(), value.double()) for key, value in direct.state[p].items())
+
+
+@pytest.mark.parametrize("state", ["fp32", "int8"])
+@pytest.mark.parametrize("theirs", ["AdEMAMix8bit", "AdEMAMix"])
+def test_the_two_averages_of_ademamix(theirs: str, state: str) -> None:
+    """They lie in one tensor, as do their block scales. Its own CPU kernel does not run: the moments are made up."""
+    settings = {"lr": 0.01, "betas": (0.8, 0.98, 0.99), "alpha": 4.0, "eps": 0.02, "weight_decay": 0.2}
+    params = weights()
+    optimizer = getattr(bnb.optim, theirs)(list(params.values()), **settings)
+    generator = torch.Generator().manual_seed(3)
+    for number, p in enumerate(params.values()):
+        optimizer.init_state(optimizer.param_groups[0], p, 0, number)
+        held = optimizer.state[p]
+        held["step"] = 5
+        for key in ("state1", "state2"):
+            noise = torch.rand(held[key].shape, generator=generator)
+            held[key].copy_(noise if held[key].is_floating_point() else (noise * 127 + 128).to(torch.uint8))
+        for key in ("absmax1", "absmax2"):
+            if key in held:
+                held[key].copy_(torch.rand(held[key].shape, generator=generator))
+    mine = weights(seed=1)
+    made = FusedAdEMAMix(mine.items(), lr=0.5, state=state)
+    made.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert {key: made.param_groups[0][key] for key in settings} == settings
+    assert int(made.state[mine["big"]]["step"]) == 5
+    if state == "int8":
+        assert "exp_avg_slow.codes" in made.state[mine["big"]]
+        return
+    for name, p in mine.items():
+        held = optimizer.state[params[name]]
+        for number, key in enumerate(("exp_avg", "exp_avg_slow")):
+            expected = held["state1"][number].float()
+            if "qmap1" in held:
+                expected = bnb.functional.dequantize_blockwise(
+                    held["state1"][number].contiguous(),
+                    absmax=held["absmax1"][number].contiguous(),
+                    code=held["qmap1"],
+                    blocksize=256,
+                ).float()
+            assert torch.equal(made.state[p][key], expected), (name, key)
+        assert torch.equal(made.state[p]["exp_avg_sq"], values(optimizer, params[name], "2"))

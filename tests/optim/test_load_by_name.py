@@ -91,8 +91,8 @@ def test_a_parameter_that_is_gone_is_left_out_by_name() -> None:
     params = parameters(seed=1)
     del params["wide"]
     optimizer = built(params)
-    refuse(optimizer, params, saved.state_dict(), ValueError, 'only in the checkpoint: wide.*extra="leave_out"')
-    optimizer.load_options = LoadOptions(extra="leave_out")
+    refuse(optimizer, params, saved.state_dict(), ValueError, 'only in the checkpoint: wide.*unexpected="leave_out"')
+    optimizer.load_options = LoadOptions(unexpected="leave_out")
     optimizer.load_state_dict(saved.state_dict())
     assert optimizer.last_load is not None
     assert optimizer.last_load.left_out == ("wide",)
@@ -113,10 +113,10 @@ def test_a_reshaped_parameter_starts_fresh_where_that_is_chosen() -> None:
     params = parameters(seed=1)
     params["wide"] = Parameter(torch.randn(5, 200))
     optimizer = FusedAdamW(params.items(), state="int8")
-    with pytest.raises(ValueError, match=r"wide of shape \(3, 200\), here .*\(5, 200\).*reshaped=\"fresh\""):
+    with pytest.raises(ValueError, match=r"wide of shape \(3, 200\), here .*\(5, 200\).*shape_mismatch=\"fresh\""):
         optimizer.load_state_dict(saved.state_dict())
     assert not optimizer.state
-    optimizer.load_options = LoadOptions(reshaped="fresh")
+    optimizer.load_options = LoadOptions(shape_mismatch="fresh")
     optimizer.load_state_dict(saved.state_dict())
     assert optimizer.last_load is not None
     assert optimizer.last_load.fresh == ("wide: it was of shape (3, 200) and is of shape (5, 200)",)
@@ -174,7 +174,7 @@ def test_options_that_mean_nothing(options: dict[str, Any], error: type[Exceptio
 NO_EFFECT = [
     ({"rename": {"wdie": "wide"}}, "no parameter 'wdie'; closest: wide"),
     ({"rename": {"wide": "bias"}}, "two parameters of the checkpoint are called 'bias'"),
-    ({"rename": {"wide": "broad"}, "extra": "leave_out", "missing": "fresh"}, "no parameter here is called so"),
+    ({"rename": {"wide": "broad"}, "unexpected": "leave_out", "missing": "fresh"}, "no parameter here is called so"),
     ({"override": ["lrr"]}, "unknown hyperparameter 'lrr'; known: amsgrad"),
 ]
 

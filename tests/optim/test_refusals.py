@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from lightning_fuse import FusedAdam, FusedAdamW, FusedSGD
 from lightning_fuse.optim import FusedOptimizer
-from tests.optim.models import bits, groups_of, parameters, same_bits, train
+from tests.optim.models import as_version_3, bits, groups_of, parameters, same_bits, train
 
 
 def stepped(make: Callable[..., FusedOptimizer] = FusedAdamW, dtype: torch.dtype = torch.float32, **settings: Any):
@@ -94,16 +94,15 @@ def of(saved: dict[str, Any]) -> dict[str, Any]:
 
 CORRUPT: dict[str, Spoil] = {
     "a tensor is missing": lambda s: of(s).pop("exp_avg.scale"),
-    "a tensor too many": lambda s: of(s).update(extra=torch.zeros(1)),
     "another shape": lambda s: of(s).update({"exp_avg.codes": torch.zeros(4, 3, 6, dtype=torch.int8)}),
     "another dtype": lambda s: of(s).update({"exp_avg.codes": torch.zeros(4, 3, 5)}),
     "no tensor": lambda s: of(s).update({"exp_avg.codes": 3}),
     "a step that counts nothing": lambda s: of(s).update(step=torch.tensor(-3.0)),
     "the state of one is no mapping": lambda s: s["state"].update({1: 7}),
     "an unknown version": lambda s: s["lightning_fuse"].update(format_version=99),
-    "no version": lambda s: s["lightning_fuse"].pop("format_version"),
-    "no list of rules": lambda s: s["lightning_fuse"].pop("rules"),
-    "a short list of formats": lambda s: s["lightning_fuse"]["formats"].pop(),
+    "no version": lambda s: as_version_3(s).pop("format_version"),
+    "no list of rules": lambda s: as_version_3(s).pop("rules"),
+    "a short list of formats": lambda s: as_version_3(s)["formats"].pop(),
     "what it holds is no mapping": lambda s: s.update(lightning_fuse=3),
     "no parameters in a group": lambda s: s["param_groups"][0].pop("params"),
     "names and parameters of different length": lambda s: s["param_groups"][0]["param_names"].pop(),

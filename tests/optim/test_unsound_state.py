@@ -128,7 +128,7 @@ def test_a_momentum_buffer_may_be_negative() -> None:
 
 def test_out_of_memory_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """Room is made before the first bit is written; where there is none, numbers and state come back."""
-    from lightning_fuse.optim import param_states
+    from lightning_fuse.optim.checkpoint import plan
 
     params, there = parameters(), parameters(seed=1)
     optimizer = FusedAdamW(params.items(), lr=torch.tensor(0.25))
@@ -140,7 +140,7 @@ def test_out_of_memory_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPat
     def full(requests: Any) -> Any:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(param_states, "allocate", full)
+    monkeypatch.setattr(plan, "allocate", full)
     before = bits(optimizer, params)
     with pytest.raises(MemoryError):
         optimizer.load_state_dict(source.state_dict())

@@ -16,7 +16,8 @@ from lightning_fuse import Fuse, FusedAdamW, FusedSGD, LoadOptions
 from lightning_fuse.callbacks import ExactResume
 from lightning_fuse.formats import MASTERS
 from lightning_fuse.optim import to_torch_state
-from lightning_fuse.plugins.checkpoint_conversion import Wanted, convert_file
+from lightning_fuse.optim.checkpoint.schema import saved_formats
+from lightning_fuse.plugins.checkpoint_conversion import ConversionSpec, convert_file
 from scripts.convert_checkpoint import main
 from tests.optim.models import parameters, train
 from tests.tolerances import rule_bound
@@ -80,7 +81,7 @@ def test_a_stock_checkpoint_becomes_one_of_ours(tmp_path: Path) -> None:
     fit(stock, 4)
     assert run_script(stock / "4.ckpt", out, "--state", "int8") == 0
     (state,) = read(out)["optimizer_states"]
-    assert state["lightning_fuse"]["formats"] == ["int8", "fp32", "int8", "fp32"]
+    assert [saved.state for saved in saved_formats(state).values()] == ["int8", "fp32", "int8", "fp32"]
     assert state["state"][0]["exp_avg.codes"].dtype == torch.int8
     before = fit(ours, 8, Fuse(optimizer="adamw_fused", state="int8"), resume=out)
     during = fit(ours, 8, Fuse(optimizer="adamw_fused", state="int8"), resume=stock / "4.ckpt")
@@ -114,8 +115,8 @@ def test_a_conversion_of_a_file_is_that_of_a_load(tmp_path: Path) -> None:
     fit(tmp_path, 4, Fuse(optimizer="adamw_fused", state="int8"))
     assert run_script(tmp_path / "4.ckpt", tmp_path / "bf16.ckpt", "--state", "bf16") == 0
     assert run_script(tmp_path / "bf16.ckpt", tmp_path / "mixed.ckpt", "--state", "net.0.*=fp32,int8") == 0
-    formats = read(tmp_path / "mixed.ckpt")["optimizer_states"][0]["lightning_fuse"]["formats"]
-    assert formats == ["fp32", "fp32", "int8", "fp32"]
+    formats = saved_formats(read(tmp_path / "mixed.ckpt")["optimizer_states"][0])
+    assert [saved.state for saved in formats.values()] == ["fp32", "fp32", "int8", "fp32"]
     saved, converted = read(tmp_path / "4.ckpt"), read(tmp_path / "bf16.ckpt")
     assert {key for key in saved if key != "optimizer_states"} == {k for k in converted if k != "optimizer_states"}
     module = Net()
@@ -162,14 +163,14 @@ def test_masters_are_converted_in_a_file(tmp_path: Path) -> None:
         before, after = (each["optimizer_states"][0]["state"][index] for each in (saved, converted))
         weight = MASTERS["split"].join(converted["state_dict"][name], (after["remainder"],))
         assert torch.equal(weight, before["master"])
-        assert all(torch.equal(after[key], value) for key, value in before.items() if key != "master")
+        assert all(torch.equal(after[key], value) for key, value in before.items() if key not in ("master", "format"))
 
 
 def test_tied_weights_stay_equal(tmp_path: Path) -> None:
     _, saved = narrow(tmp_path, "split")
     saved["state_dict"]["head.weight"] = saved["state_dict"]["net.0.weight"]
     torch.save(saved, tmp_path / "tied.ckpt")
-    convert_file(tmp_path / "tied.ckpt", tmp_path / "out.ckpt", Wanted(weights_only=True))
+    convert_file(tmp_path / "tied.ckpt", tmp_path / "out.ckpt", ConversionSpec(weights_only=True))
     weights = read(tmp_path / "out.ckpt")["state_dict"]
     assert torch.equal(weights["head.weight"], weights["net.0.weight"])
     assert not torch.equal(weights["head.weight"], saved["state_dict"]["net.0.weight"].float())
@@ -183,13 +184,13 @@ def test_a_state_dict_alone(tmp_path: Path) -> None:
     saved = optimizer.state_dict()
     del saved["state"][2]
     torch.save(saved, tmp_path / "sgd.pt")
-    convert_file(tmp_path / "sgd.pt", tmp_path / "int8.pt", Wanted(state="int8"))
+    convert_file(tmp_path / "sgd.pt", tmp_path / "int8.pt", ConversionSpec(state="int8"))
     converted = read(tmp_path / "int8.pt")
     assert 2 not in converted["state"]
     assert "param_names" not in converted["param_groups"][0]
     ours = FusedSGD(params.values(), lr=0.1, momentum=0.9, state="int8")
     ours.load_state_dict(converted)
-    convert_file(tmp_path / "int8.pt", tmp_path / "back.pt", Wanted(to="torch"))
+    convert_file(tmp_path / "int8.pt", tmp_path / "back.pt", ConversionSpec(to="torch"))
     back = read(tmp_path / "back.pt")
     optimizer.load_state_dict(back)
     expected = to_torch_state(ours)
@@ -197,6 +198,25 @@ def test_a_state_dict_alone(tmp_path: Path) -> None:
         torch.equal(back["state"][index]["momentum_buffer"], held["momentum_buffer"])
         for index, held in expected["state"].items()
     )
+
+
+def test_brackets_in_a_path_are_printed_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """To rich, a word in brackets is a style, and a stray closing one an error."""
+    params = {"layers[0].weight": torch.nn.Parameter(torch.randn(2, 150)), "[/red]": torch.nn.Parameter(torch.ones(3))}
+    optimizer = FusedAdamW(params.items())
+    for p in params.values():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    folder = tmp_path / "run[1] [bold]x[/bold]"
+    folder.mkdir(parents=True)
+    torch.save(optimizer.state_dict(), folder / "in[a-z]*.pt")
+    assert run_script(folder / "in[a-z]*.pt", folder / "out[ok].pt", "--state", "int8") == 0
+    printed = capsys.readouterr().out
+    assert f"written: {folder}/out[ok].pt" in printed.replace("\n", "")
+    assert "layers[0].weight" in printed
+    assert (folder / "out[ok].pt").exists()
+    assert run_script(folder / "[red]missing.pt", folder / "x.pt") == 1
+    assert "[red]missing.pt is no file" in capsys.readouterr().err.replace("\n", "")
 
 
 class Bomb:

@@ -26,7 +26,7 @@ NESTED = "__bnb_optimizer_quant_state__"
 TABLE = 256  # values that a byte can point to
 
 
-class Mapped(NamedTuple):
+class BnbMoment(NamedTuple):
     """A moment as bitsandbytes' 8-bit optimizers keep it, decoded when it is asked for.
 
     Attributes:
@@ -79,7 +79,7 @@ class Mapped(NamedTuple):
         return values.permute([order.index(dim) for dim in range(len(order))])
 
 
-def in_torchs_words(state_dict: Mapping[str, Any], known: Collection[str]) -> Mapping[str, Any]:
+def from_bitsandbytes(state_dict: Mapping[str, Any], known: Collection[str]) -> Mapping[str, Any]:
     """A state dict with torch's keys, whoever wrote it.
 
     Args:
@@ -87,7 +87,7 @@ def in_torchs_words(state_dict: Mapping[str, Any], known: Collection[str]) -> Ma
         known: Hyperparameters of the optimizer that will load it; what else bitsandbytes keeps means nothing to it.
 
     Returns:
-        torch's keys; bitsandbytes' 8-bit moments are ``Mapped`` in place of tensors.
+        torch's keys; bitsandbytes' 8-bit moments are ``BnbMoment`` in place of tensors.
 
     Raises:
         ValueError: It is a kind of bitsandbytes' state that cannot be read.
@@ -120,8 +120,14 @@ def _moments(held: Mapping[str, Any]) -> dict[str, Any]:
             "save it from a blockwise or 32-bit optimizer"
         )
     if "state3" in held:
-        raise ValueError("checkpoint holds the state of bitsandbytes' AdEMAMix, a rule that is not known here")
+        raise ValueError(
+            "checkpoint holds a third state of bitsandbytes' for one parameter, and even its AdEMAMix has two: it is "
+            "of a release that is not known here; save it with bitsandbytes 0.45 or later"
+        )
     result = {"step": held.get("step", 1)}
+    if "state2" in held and held["state1"].dim() == held["state2"].dim() + 1:
+        fast, slow = (_moment({**held, **_half(held, number)}, "1") for number in range(2))
+        return {**result, "exp_avg": fast, "exp_avg_slow": slow, "exp_avg_sq": _moment(held, "2")}
     first = _moment(held, "1")
     if "state2" in held:
         return {**result, "exp_avg": first, "exp_avg_sq": _moment(held, "2")}
@@ -129,11 +135,16 @@ def _moments(held: Mapping[str, Any]) -> dict[str, Any]:
     return {**result, "exp_avg": first, "momentum_buffer": first}
 
 
-def _moment(held: Mapping[str, Any], number: str) -> Tensor | Mapped:
+def _half(held: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """One of AdEMAMix's two averages, which lie in one tensor."""
+    return {key: held[key][number] for key in ("state1", "absmax1") if key in held}
+
+
+def _moment(held: Mapping[str, Any], number: str) -> Tensor | BnbMoment:
     codes = held["state" + number]
     if f"qmap{number}" not in held:
         return codes
-    moment = Mapped(codes, held[f"qmap{number}"], held[f"absmax{number}"])
+    moment = BnbMoment(codes, held[f"qmap{number}"], held[f"absmax{number}"])
     if codes.dtype != torch.uint8 or moment.table.numel() != TABLE:
         raise ValueError(
             f"checkpoint holds bitsandbytes codes as {codes.dtype} with a table of {moment.table.numel()} values: "

@@ -12,15 +12,15 @@ Every default refuses: nothing is converted, started anew or left out unless som
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import InitVar, dataclass, field, fields
 
 from lightning_fuse.registry import unknown_name
 
 # Field of LoadOptions -> the words that it takes, the default first.
 CHOICES: dict[str, tuple[str, ...]] = {
     "missing": ("refuse", "fresh"),
-    "extra": ("refuse", "leave_out"),
-    "reshaped": ("refuse", "fresh"),
+    "unexpected": ("refuse", "leave_out"),
+    "shape_mismatch": ("refuse", "fresh"),
     "formats": ("refuse", "convert"),
     "nonfinite": ("refuse", "keep"),
 }
@@ -33,9 +33,9 @@ class LoadOptions:
     Attributes:
         rename: A parameter's name in the checkpoint -> its name here. ``"encoder.*": "backbone.*"`` renames everything
             that begins so; an exact name wins over it.
-        missing: Parameters here that the checkpoint does not hold (new, unfrozen): "refuse", or "fresh" state.
-        extra: Parameters in the checkpoint that are not here (removed, frozen): "refuse", or "leave_out".
-        reshaped: Parameters whose shape is another one: "refuse", or "fresh" state.
+        missing: Parameters here that the checkpoint does not hold (new ones): "refuse", or "fresh" state.
+        unexpected: Parameters in the checkpoint that are not here (removed): "refuse", or "leave_out".
+        shape_mismatch: Parameters whose shape is another one: "refuse", or "fresh" state.
         formats: State formats and master weights other than the checkpoint's: "refuse", or "convert".
         nonfinite: NaN or infinite moments: "refuse", or "keep". They are legitimate only in a run that steps on
             non-finite gradients.
@@ -43,19 +43,25 @@ class LoadOptions:
             checkpoint. "lr" stands for "initial_lr" too, where a scheduler left one.
 
     Raises:
-        TypeError: ``rename`` is no mapping of names, or ``override`` a bare word.
+        TypeError: ``rename`` is no mapping of names, ``override`` a bare word, or an option has its old name (``extra``
+            is called ``unexpected``, ``reshaped`` ``shape_mismatch``).
         ValueError: A word is unknown, or two names are renamed to one.
     """
 
     rename: Mapping[str, str] = field(default_factory=dict)
     missing: str = "refuse"
-    extra: str = "refuse"
-    reshaped: str = "refuse"
+    unexpected: str = "refuse"
+    shape_mismatch: str = "refuse"
     formats: str = "refuse"
     nonfinite: str = "refuse"
     override: tuple[str, ...] = ()
+    extra: InitVar[object] = None
+    reshaped: InitVar[object] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, extra: object, reshaped: object) -> None:
+        for old, new, value in (("extra", "unexpected", extra), ("reshaped", "shape_mismatch", reshaped)):
+            if value is not None:
+                raise TypeError(f"LoadOptions has no option {old!r} any more: write {new}={value!r}")
         for key, words in CHOICES.items():
             if getattr(self, key) not in words:
                 raise ValueError(unknown_name(f"value of {key}", str(getattr(self, key)), words))
