@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -204,10 +205,12 @@ def _plan(into: Destination, state_dict: Mapping[str, Any], options: LoadOptions
     saved_groups, state = state_dict["param_groups"], state_dict["state"]
     matching = match(into.specs, into.groups, state_dict, options)
     changes = merge_groups(into.specs, into.groups, saved_groups, matching.indices, into.check_group, options)
-    items, is_sharded = [], "torch.distributed.tensor" in sys.modules
+    items, dtensor = [], getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     for spec, index in zip(_specs_then(into, changes), matching.indices, strict=True):
         held = {} if index is None else state.get(index, {})
-        if is_sharded:
+        # Not held.values(): a dict may map tensors from a file when it is asked for them.
+        raw = dict.values(held) if isinstance(held, dict) else held.values()
+        if spec.shard is not None or any(map(isinstance, raw, repeat(dtensor))):
             held = local_state(spec, held)
         items.append(_plan_item(spec, index, held, formats.get(index), options))
     beside = {key: state[key] for key in state.keys() - matching.listed}

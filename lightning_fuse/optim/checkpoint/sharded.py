@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a parameter's part that lies here: of DTensors the local tensor, of whole tensors its rows.
+"""What a checkpoint holds of the part of a parameter that lies here: of DTensors the local tensor, of others the rows.
 
 Blocks never leave a row, so the codes and scales of some rows are those rows of the codes and scales of the whole.
 """
@@ -23,16 +23,9 @@ def local_state(spec: ParamSpec, held: Mapping[str, Any]) -> Mapping[str, Any]:
         held: What a checkpoint holds for it: plain tensors of the whole, or DTensors on any mesh.
 
     Returns:
-        Plain tensors of the part that lies here; ``held`` itself where that is all of it.
+        Plain tensors of the part that lies here.
     """
-    if spec.shard is None and not any(map(is_dtensor, _raw_values(held))):
-        return held
     return {key: _local(spec, value) for key, value in held.items()}
-
-
-def _raw_values(held: Mapping[str, Any]) -> Any:
-    """The values, none of them mapped from a file by asking for it."""
-    return dict.values(held) if isinstance(held, dict) else held.values()
 
 
 def _local(spec: ParamSpec, value: Any) -> Any:
