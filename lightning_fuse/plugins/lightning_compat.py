@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.tuner.lr_finder import _LRCallback
 
 PRIVATE_NAMES: dict[str, str] = {
     "trainer.fit_loop.epoch_loop._should_accumulate": "whether a window is open; closing windows by policy",
@@ -46,6 +47,7 @@ PRIVATE_NAMES: dict[str, str] = {
     "callbacks.WeightAveraging._average_model": "averages that nothing was averaged into are not shown",
     "plugins.precision.Precision._after_closure": "hooks and clipping between backward and step",
     "core.optimizer._MockOptimizer": "modules without an optimizer",
+    "tuner.lr_finder._LRCallback": "a search for a learning rate steps as stock does",
 }
 
 
@@ -143,6 +145,12 @@ def logged_names(loop: Any, *, on_step: bool) -> set[str]:
 def validates_by_time(trainer: pl.Trainer) -> bool:
     """Whether validation falls due by the clock."""
     return getattr(trainer, "_val_check_time_interval", None) is not None
+
+
+def searches_learning_rate(trainer: pl.Trainer) -> bool:
+    """Whether Lightning is trying learning rates; it has put its own callback in the place of all others then."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return len(callbacks) == 1 and isinstance(callbacks[0], _LRCallback)
 
 
 # Loaders.

@@ -23,6 +23,8 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_fuse.plugins.averaging import follow_applied_updates
 from lightning_fuse.plugins.hooks import ContractHooks
+from lightning_fuse.plugins.lightning_compat import searches_learning_rate
+from lightning_fuse.plugins.lr_search import stock_policy
 from lightning_fuse.plugins.module_names import ModuleNames
 from lightning_fuse.plugins.optimizer_conversion import OptimizerConverter, OptimizerSpec
 from lightning_fuse.plugins.ranks import GradientAverage, average_by_step
@@ -193,6 +195,12 @@ class FusePrecision(WrappedPrecision):
         Raises:
             NonFiniteGradientError: See ``StepContract.step``.
         """
+        if searches_learning_rate(model.trainer):
+            with stock_policy(self.contract):
+                return self._step(optimizer, model, closure)
+        return self._step(optimizer, model, closure)
+
+    def _step(self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any]) -> Any:
         optimizer = unwrapped(optimizer)
         trainer, automatic = model.trainer, model.automatic_optimization
         result = closure()
