@@ -32,6 +32,7 @@ from lightning_fuse.plugins.atomic_checkpoint import read_checkpoint
 from lightning_fuse.records import Checkpoint, RunFolder, find_checkpoint
 from lightning_fuse.registry import unknown_name
 from lightning_fuse.run_place import hydra_quoted
+from lightning_fuse.trusted_targets import check_targets
 
 CONFIG_FOLDER = ".hydra"  # folder of a run's configuration, as Hydra names it
 CONFIG = f"{CONFIG_FOLDER}/config.yaml"
@@ -133,6 +134,7 @@ def find_start(cfg: DictConfig, overrides: list[str], compose: Composer) -> Star
         here.append(f"run_folder={hydra_quoted(str(given.resolve()))}")
     combined = [word for word in words if not _is_about_resume(word)]
     resumed = compose(combined + here)
+    check_targets(resumed, cfg, folder)
     differing = _check_same(folder, resumed, in_place, weights_only)
     step = found.global_step
     return Start(resumed, combined, found.path, step, in_place, weights_only, differences=differing)

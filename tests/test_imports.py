@@ -29,7 +29,7 @@ FLOORS = (
     ("records",),
     ("plugins", "callbacks"),
     ("recipes",),
-    ("combinations", "config_values", "config", "run_place", "resume", "run"),
+    ("combinations", "config_values", "config", "run_place", "trusted_targets", "resume", "run"),
     ("reports",),
     ("cli",),
 )

@@ -170,3 +170,44 @@ def test_as_many_best_checkpoints_stay_as_are_asked_for(tmp_path: Path) -> None:
     assert names[-1] == "last.ckpt"
     assert len(names) == 3
     assert all(name.startswith("best-") for name in names[:2])
+
+
+HOSTILE = [
+    "+callbacks.extra={_target_: builtins.exec, _args_: ['raise SystemExit(7)']}",
+    "+callbacks.extra._target_=torch.hub.load",
+    "callbacks.monitor._target_=os.system",
+    "++logger.more={inner: [{_target_: subprocess.run, args: [true]}]}",
+    "+model.layers={_target_: torch.load, f: weights.pt}",
+]
+
+
+@pytest.mark.parametrize("word", HOSTILE)
+@pytest.mark.parametrize("how", ["folder", "file", "weights alone"])
+def test_words_of_a_run_folder_build_nothing_of_their_own(finished: Path, tmp_path: Path, word: str, how: str) -> None:
+    """A folder from elsewhere is data: a target that only it names is refused before anything is imported."""
+    words = finished / ".hydra" / "overrides.yaml"
+    words.write_text(words.read_text(encoding="utf-8") + f'- "{word}"\n', encoding="utf-8")
+    resume = finished if how == "folder" else finished / "checkpoints" / "last.ckpt"
+    given = [f"resume='{resume}'", "trainer.max_steps=4"]
+    given += ["restore.mode=weights_only"] if how == "weights alone" else []
+    with pytest.raises(ConfigError, match=r"asks to build .*_target_='.*', which no configuration file here names"):
+        resumed(finished, tmp_path, *given)
+
+
+def test_a_target_that_is_given_now_is_built(finished: Path, tmp_path: Path) -> None:
+    words = finished / ".hydra" / "overrides.yaml"
+    mine = "+callbacks.extra={_target_: lightning.pytorch.callbacks.Timer}"
+    words.write_text(words.read_text(encoding="utf-8") + f'- "{mine}"\n', encoding="utf-8")
+    given = (f"resume='{finished / 'checkpoints' / 'last.ckpt'}'", "trainer.max_steps=4", "restore.mode=weights_only")
+    with pytest.raises(ConfigError, match=r"callbacks\.extra\._target_"):
+        resumed(finished, tmp_path, *given)
+    assert resumed(finished, tmp_path, *given, mine).cfg.callbacks.extra["_target_"].endswith("Timer")
+
+
+def test_another_file_of_a_group_is_no_foreign_target(tmp_path: Path) -> None:
+    """optimizer=sgd_fused builds another class than the default, and a file here names it."""
+    words = (*SMALL, "optimizer=sgd_fused")
+    folder = tmp_path / "sgd"
+    train(composed(*words, run_folder=folder), list(words))
+    begun = resumed(folder, tmp_path, f"resume='{folder}'", "trainer.max_steps=4")
+    assert begun.cfg.optimizer["_target_"].endswith("FusedSGD")
