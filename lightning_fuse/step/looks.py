@@ -37,6 +37,9 @@ class Looks:
     def __init__(self) -> None:
         self._of: WeakKeyDictionary[Optimizer, Look] = WeakKeyDictionary()
 
+    def __reduce__(self) -> tuple[type[Looks], tuple[()]]:
+        return Looks, ()  # a copy has looked at no gradients
+
     def __contains__(self, optimizer: Optimizer) -> bool:
         return optimizer in self._of
 
