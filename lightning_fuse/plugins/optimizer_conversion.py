@@ -190,6 +190,7 @@ def convert_optimizer(old: Optimizer, spec: OptimizerSpec, names: Mapping[Tensor
     named = all("param_names" in group for group in before)
     try:
         taken = [_prepare(group, index, names) for index, group in enumerate(old.param_groups)]
+        _unshare_numbers(old.param_groups)
         made = cls.__new__(cls)
         made.known_names = names  # before the groups are there: patterns may mean parameters that come later
         cls.__init__(made, old.param_groups, **defaults, **spec.choices())
@@ -251,6 +252,17 @@ def _prepare(group: dict[str, Any], index: int, names: Mapping[Tensor, str]) -> 
     group.pop("param_names", None)
     group["params"] = named
     return take_torch_keys(group)
+
+
+def _unshare_numbers(groups: Sequence[dict[str, Any]]) -> None:
+    """Gives every group a tensor of its own where torch put one learning rate into several: schedules set each."""
+    seen: set[int] = set()
+    for group in groups:
+        for key, value in group.items():
+            if isinstance(value, Tensor):
+                if id(value) in seen:
+                    group[key] = value.clone()
+                seen.add(id(value))
 
 
 def _narrowed(

@@ -268,3 +268,25 @@ def test_schedulers_stepped_by_hand_in_manual_optimization():
     train(module, one_bad(3), Fuse(state="int8"))
     assert module.lrs == [0.005, 0.0025, 0.00125]
     assert all(a > b for a, b in pairwise(module.lrs))
+
+
+@pytest.mark.parametrize("scheduler", [
+    lambda o: s.LambdaLR(o, [lambda n: 0.5, lambda n: 0.1]),
+    lambda o: s.MultiplicativeLR(o, [lambda n: 0.5, lambda n: 0.1]),
+])  # fmt: skip
+def test_groups_that_shared_a_tensor_lr_have_each_its_own(scheduler):
+    class Two(Four):
+        def __init__(self):
+            super().__init__(None, scheduler)
+            self.v = torch.nn.Parameter(torch.ones(4))
+
+        def training_step(self, batch):
+            return ((self.w + self.v) * batch).sum()
+
+        def configure_optimizers(self):
+            self._optimizer = lambda params: adamw([{"params": params}, {"params": [self.v]}], lr=torch.tensor(1.0))
+            return super().configure_optimizers()
+
+    trainer, _ = train(Two(), one_bad(1), Fuse())
+    one, other = (float(group["lr"]) for group in trainer.optimizers[0].param_groups)
+    assert one == pytest.approx(5 * other)
