@@ -30,7 +30,7 @@ FLOORS = (
     ("plugins", "callbacks"),
     ("recipes",),
     ("combinations", "config_values", "config", "run_place", "trusted_targets", "resume", "run"),
-    ("reports",),
+    ("reports", "ledger"),
     ("cli",),
 )
 HEIGHT = {name: height for height, name in enumerate(name for floor in FLOORS for name in floor)}
@@ -51,6 +51,7 @@ OUTSIDE = {
     "plugins": {"torch", "lightning"},
     "callbacks": {"torch", "lightning", "matplotlib", "numpy", "rich", "torchdata", "torchmetrics"},
     "recipes": {"torch", "lightning", "pydantic", "sklearn", "torchdata", "torchmetrics"},
+    "ledger": {"torch", "rich"},
     "reports": {"altair", "jinja2", "numpy", "pandas", "rich", "vl_convert", "wandb"},
 }
 ONLY_IN = {"triton": "kernels/gpu", "ctypes": "kernels/cpu"}
@@ -157,8 +158,8 @@ PLANTED = [
     ("step/contract.py", "import lightning", "step imports lightning"),
     ("records/manifest.py", "import torch", "records imports torch"),
     ("records/manifest.py", "from lightning_fuse.step import outcome", "may use only registry"),
-    ("reports/ledger.py", "import torch", "reports imports torch"),
-    ("reports/ledger.py", "from lightning_fuse.step import outcome", "may use only records, registry"),
+    ("reports/page.py", "import torch", "reports imports torch"),
+    ("reports/page.py", "from lightning_fuse.step import outcome", "may use only records, registry"),
     ("kernels/dispatch.py", "import triton.language as tl", "kernels/gpu/ alone"),
     ("kernels/gpu/adamw.py", "import ctypes", "kernels/cpu/ alone"),
     ("callbacks/fuse.py", "from omegaconf import OmegaConf", "callbacks imports omegaconf"),

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
 
 from lightning_fuse.cli.train import CONF
 from lightning_fuse.cli.words import check_words
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, HydraException) as error:
         print(f"refused: {error}", file=sys.stderr)
         return 2
-    print(yaml.safe_dump(sweep, sort_keys=False, default_flow_style=None), end="")
+    print(OmegaConf.to_yaml(OmegaConf.create(sweep)), end="")
     return 0
 
 
@@ -64,7 +64,7 @@ def sweep_of(name: str, config_dir: str | None = None) -> dict[str, Any]:
         cfg = hydra.compose("config", [f"multirun={name}", *own], return_hydra_config=True)
         lists = [f"{key}={values}" for key, values in cfg.hydra.sweeper.params.items()]
         overrides = OverridesParser.create().parse_overrides(lists)
-        fixed = [override.input_line for override in overrides if not override.is_sweep_override()]
+        fixed = [str(override.input_line) for override in overrides if not override.is_sweep_override()]
         recipe = hydra.compose("config", [*fixed, *own]).recipe
     command = COMMAND if config_dir is None else [*COMMAND[:3], "--config-dir", config_dir, *COMMAND[3:]]
     return {

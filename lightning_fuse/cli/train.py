@@ -58,7 +58,7 @@ def _job(cfg: DictConfig) -> dict[str, float] | None:
 
     if not cfg.ledger:
         return main(cfg)
-    from lightning_fuse.reports.ledger_table import show_run
+    from lightning_fuse.ledger.tables import show_run
 
     return main(cfg, before=show_run)
 

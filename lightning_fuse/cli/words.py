@@ -109,7 +109,7 @@ def _fault(error: HydraException, words: list[str]) -> str:
         return f"{given}: the key is there already; leave the + out"
     if key.startswith("hydra."):
         return f"{given}: unknown key {key!r}; --hydra-help and --cfg hydra show those of Hydra"
-    return f"{given}: {_unknown_key(key)}"
+    return f"{given}: {_unknown_key(key, words)}"
 
 
 def _words_of(group: str) -> list[str]:
@@ -119,12 +119,12 @@ def _words_of(group: str) -> list[str]:
     return list(loader.get_group_options(group)) if group else []
 
 
-def _unknown_key(key: str) -> str:
+def _unknown_key(key: str, words: list[str]) -> str:
     """Names the keys beside an unknown one, and the closest of all."""
     from hydra.core.global_hydra import GlobalHydra
 
     groups = [name for name in GlobalHydra.instance().config_loader().list_groups("") if name != "hydra"]
-    cfg = hydra.compose("config", [])
+    cfg = hydra.compose("config", [word for word in words if word.partition("=")[0] in groups])
     keys = {*_dotted(OmegaConf.to_container(cfg)), *groups}
     if key in keys:
         return f"{key} takes other values; --help names its words, --cfg job shows its settings"

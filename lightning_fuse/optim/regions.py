@@ -20,6 +20,8 @@ ALIGNMENT = 128  # bytes; a cache line pair, so that no two tensors share a vect
 # at one place of their pages in every region, and a core that works on them together takes them for aliases.
 STAGGER = 256
 
+Kind = tuple[str, torch.dtype, torch.device]  # what one region collects
+
 
 @dataclass(frozen=True)
 class Request:
@@ -47,18 +49,31 @@ def allocate(requests: Sequence[Request]) -> list[Tensor]:
     Returns:
         One contiguous tensor per request, in the same order; each is a view into its region.
     """
-    sizes: dict[tuple[str, torch.dtype, torch.device], int] = {}
-    offsets = []
-    for request in requests:
-        kind = (request.key, request.dtype, request.device)
-        offsets.append(sizes.get(kind, 0))
-        sizes[kind] = offsets[-1] + _aligned(prod(request.shape), request)
+    sizes, offsets = _layout(requests)
     regions = {kind: _zeros(size, *kind[1:], number) for number, (kind, size) in enumerate(sizes.items())}
     views = []
     for request, offset in zip(requests, offsets, strict=True):
         region = regions[(request.key, request.dtype, request.device)]
         views.append(region[offset : offset + prod(request.shape)].view(request.shape))
     return views
+
+
+def region_bytes(requests: Sequence[Request]) -> int:
+    """Bytes that ``allocate`` takes for requests, without taking them."""
+    sizes, _ = _layout(requests)
+    staggered = sum(STAGGER * (number % 8) for number, kind in enumerate(sizes) if kind[2].type == "cpu")
+    return staggered + sum(size * dtype.itemsize for (_, dtype, _), size in sizes.items())
+
+
+def _layout(requests: Sequence[Request]) -> tuple[dict[Kind, int], list[int]]:
+    """Elements of every region, and where in its region each request begins."""
+    sizes: dict[Kind, int] = {}
+    offsets = []
+    for request in requests:
+        kind = (request.key, request.dtype, request.device)
+        offsets.append(sizes.get(kind, 0))
+        sizes[kind] = offsets[-1] + _aligned(prod(request.shape), request)
+    return sizes, offsets
 
 
 def _zeros(size: int, dtype: torch.dtype, device: torch.device, number: int) -> Tensor:

@@ -1,6 +1,6 @@
-"""Reports: the ledger before a run, comparisons of finished ones. Reads runs with neither torch nor Lightning.
+"""Reports: comparisons of finished runs. Reads runs with neither torch nor Lightning.
 
-The ledger, what a run will keep and move: ``ledger*.py``. The comparison, in the order in which it is made:
+The comparison, in the order in which it is made:
 
 ====================  ======================================================================================
 ``load_runs.py``      a run folder, in whatever state it is, as a ``Run`` (``run.py``) with notes on what is odd; on

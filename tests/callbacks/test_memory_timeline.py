@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,9 @@ from lightning_fuse.callbacks.memory_phases import (
 from lightning_fuse.callbacks.memory_timeline import describe, draw
 from lightning_fuse.callbacks.profile_trace import MEMORY, Event, busy
 from lightning_fuse.callbacks.run_result import peak_gpu_bytes
-from lightning_fuse.optim import FusedAdamW
+from lightning_fuse.ledger.count import count_module
+from lightning_fuse.optim import FusedAdamW, FusedLion
 from lightning_fuse.records import read_metrics
-from lightning_fuse.reports.ledger import Setup, counted, ledger_of
 from tests.cases import Four, adamw, batches, quiet_trainer
 from tests.tolerances import PEAK_MEMORY
 
@@ -66,7 +67,7 @@ def test_what_is_held_counts_each_piece_of_memory_once() -> None:
     assert (held.parameters, held.gradients) == (4 * elements, 4 * elements)
     assert held.buffers == 2 * 128 * 4 + 8
     assert held.state >= 8 * elements
-    assert held.state == ledger_of(counted(module), Setup()).allocated
+    assert held.state == count_module(module, FusedAdamW).allocated
     assert gradient_bytes(module) == held.gradients
     assert held.total == held.parameters + held.gradients + held.buffers + held.state
 
@@ -151,15 +152,16 @@ def test_the_peak_is_predicted_from_one_step(tmp_path: Path) -> None:
     """One step with float32 state says what activations take; the ledger adds any state, and the peak is right."""
     seen, module = looked_at(tmp_path / "seen", optimizer="adamw_fused", state="fp32")
     transient = int(seen["memory/transient"])
-    for setup in (Setup(state="int8"), Setup(state="bf16"), Setup(optimizer="lion_fused"), Setup(state="int8_bf16")):
-        row, _ = looked_at(tmp_path / setup.optimizer / setup.state, optimizer=setup.optimizer, state=setup.state)
+    for optimizer, state in (("adamw", "int8"), ("adamw", "bf16"), ("lion", "fp32"), ("adamw", "int8_bf16")):
+        row, _ = looked_at(tmp_path / optimizer / state, optimizer=f"{optimizer}_fused", state=state)
         measured = max(row[f"memory/{name}_peak"] for name in ("forward", "backward", "step"))
-        ledger = ledger_of(counted(module), setup)
-        assert ledger.peak(transient) == pytest.approx(measured, rel=PEAK_MEMORY), setup
+        kind = FusedAdamW if optimizer == "adamw" else FusedLion
+        ledger = count_module(module, partial(kind, state=state))
+        assert ledger.peak(transient) == pytest.approx(measured, rel=PEAK_MEMORY), (optimizer, state)
         # Without its state, or without activations, the prediction would be no good.
         assert ledger.peak(transient) - ledger.state_total < measured * (1 - PEAK_MEMORY / 2)
         assert ledger.total < measured * (1 - PEAK_MEMORY)
-    wrong = ledger_of(counted(module), Setup(state="fp32")).peak(transient)
+    wrong = count_module(module, FusedAdamW).peak(transient)
     small = max(value for name, value in row.items() if name.endswith("_peak"))
     assert wrong != pytest.approx(small, rel=PEAK_MEMORY)
 

@@ -114,3 +114,8 @@ def test_the_installed_command_explains_itself(run_python: Callable) -> None:
         assert command in helped.stdout
     assert unknown.returncode == 2
     assert "did you mean 'compare'?" in unknown.stderr
+
+
+def test_a_key_that_another_word_would_have_is_unknown() -> None:
+    with pytest.raises(ValueError, match=r"unknown key 'optimizer\.amsgrad'; known: optimizer\.betas, "):
+        check_words(["optimizer=lion_fused", "optimizer.amsgrad=true"], CONF, None, False)

@@ -6,12 +6,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_fuse.reports.ledger import NOT_COUNTED, Counted, Ledger, counted, ledger_of
-from lightning_fuse.reports.ledger_traffic import launches, step_paths, update_paths
-from lightning_fuse.reports.ledger_words import setup_of
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lightning_fuse.kernels import KERNELS
+from lightning_fuse.ledger.count import NOT_COUNTED, Ledger, count_module
+from lightning_fuse.ledger.traffic import launches, step_paths, update_paths
 
 DECIMAL = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 BINARY = {"GB": (2**30, "GiB"), "MB": (2**20, "MiB"), "kB": (2**10, "KiB")}
+# Kinds of state that are no moment: what the table calls them, and a note.
+BESIDE = {
+    "qmap": ("code tables", "shared"),
+    "master": ("master weights", "float32"),
+    "remainder": ("master weights", "the part that the parameter lacks"),
+    "step": ("step counters", ""),
+}
 SMALLEST_HALF = 2.0**-24  # the smallest float16 above 0; half of it, and less, rounds to 0
 
 
@@ -41,44 +52,50 @@ def size(count: int) -> str:
     return f"{count} B"
 
 
-def sections(ledger: Ledger, sizes: Sequence[int], activations: int | None = None) -> list[Section]:
+def sections(ledger: Ledger, words: str, activations: int | None = None) -> list[Section]:
     """Everything the ledger says about a model.
 
     Args:
         ledger: Its bytes.
-        sizes: Elements of every tensor that is stepped.
+        words: The choices, for the title: ``adamw_fused, state=int8``.
         activations: Bytes that one step was seen to need beside it, or None.
 
     Returns:
         Bytes, traffic and launches.
     """
-    return [_bytes(ledger, activations), _traffic(ledger), _launches(sizes)]
+    return [_bytes(ledger, words, activations), _traffic(ledger), _launches(ledger.sizes)]
 
 
 def show_run(config: Mapping[str, Any], module: Any) -> None:
-    """Prints the ledger of a run that is about to start: ``python train.py ledger=true``.
+    """Prints the ledger of a run that is about to start: ``train ledger=true``.
 
     Args:
         config: Its resolved configuration.
         module: Its recipe.
     """
-    tensors = counted(module, module.groups_of_optimizers())
-    show(of_tensors(tensors, ledger_of(tensors, setup_of(config))))
+    show(sections(count_recipe(module, str(config["precision"])), title_of(config)))
 
 
-def of_tensors(tensors: Sequence[Counted], ledger: Ledger, activations: int | None = None) -> list[Section]:
-    """The sections of a model whose tensors are known.
+def count_recipe(module: Any, precision: str, shards: int = 1) -> Ledger:
+    """The ledger of a recipe: a module with ``optimizer_groups`` and ``optimizer_factory``; see ``recipes.Recipe``.
 
     Args:
-        tensors: Them.
-        ledger: Their ledger.
-        activations: See ``sections``.
+        module: On the meta device or any other.
+        precision: Lightning's word.
+        shards: Devices that share state.
 
     Returns:
-        The sections.
+        Its bytes.
     """
-    sizes = [_product(tensor.shape) for tensor in tensors if tensor.trained and tensor.parameter]
-    return sections(ledger, sizes, activations)
+    several = getattr(module, "groups_of_optimizers", None)
+    groups = [module.optimizer_groups()] if several is None else several()
+    return count_module(module, module.optimizer_factory, precision, optimizers=groups, shards=shards)
+
+
+def title_of(config: Mapping[str, Any]) -> str:
+    """The choices of a resolved configuration that decide bytes, in a line."""
+    chosen = {"state": config["state"]["format"], "master": config["master"], "precision": config["precision"]}
+    return ", ".join([config["optimizer"]["name"], *(f"{key}={word}" for key, word in chosen.items())])
 
 
 def batch_section(batch: Mapping[str, int]) -> Section:
@@ -128,14 +145,7 @@ def scaled_gradient(gradient: float, loss_scale: float) -> float:
 
 
 def show(found: Sequence[Section]) -> None:
-    """Prints sections as tables; plain text where rich is missing."""
-    try:
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError:
-        print(plain(found))
-        return
+    """Prints sections as tables."""
     console = Console()
     for section in found:
         table = Table(title=section.title, title_justify="left", title_style="bold")
@@ -150,53 +160,39 @@ def show(found: Sequence[Section]) -> None:
         console.print()
 
 
-def plain(found: Sequence[Section]) -> str:
-    """Sections as aligned text."""
-    lines: list[str] = []
-    for section in found:
-        table = [section.head, *section.rows]
-        widths = [max(len(row[index]) for row in table) for index in range(len(section.head))]
-        lines += [section.title, *("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in table)]
-        lines += [*section.notes, ""]
-    return "\n".join(lines)
-
-
-def _bytes(ledger: Ledger, activations: int | None) -> Section:
+def _bytes(ledger: Ledger, words: str, activations: int | None) -> Section:
     each = max(1, ledger.trained)
     rows: list[tuple[str, int, str]] = [("parameters", ledger.parameters, "")]
     if ledger.buffers:
         rows.append(("buffers", ledger.buffers, ""))
     rows.append(("gradients", ledger.gradients, "all of them, as at the step"))
-    for moment in ledger.setup.moments:
-        values, scales = ledger.of_moment(moment.name)
-        rows.append((moment.name, values, "" if not scales else "codes"))
-        if scales:
-            rows.append((f"{moment.name} scales", scales, "float32, one per block"))
-    if "qmap" in ledger.state:
-        rows.append(("code tables", ledger.state["qmap"], "shared"))
-    for key in ("master", "remainder"):
-        if key in ledger.state:
-            rows.append(("master weights", ledger.state[key], f"master={ledger.setup.master}"))
-    if "step" in ledger.state:
-        rows.append(("step counters", ledger.state["step"], f"{ledger.tensors:,} tensors"))
+    # Moments in their order, then what is beside them.
+    for key in sorted(ledger.state, key=lambda key: (key in BESIDE, list(ledger.state).index(key))):
+        name, note = BESIDE.get(key, (key, ""))
+        if key.endswith(".codes"):
+            name, note = key.removesuffix(".codes"), "codes"
+        elif key.endswith(".scale") or key.startswith("absmax"):
+            name, note = f"{key.removesuffix('.scale').replace('absmax', 'state')} scales", "float32, one per block"
+        rows.append((name, ledger.state[key], note or (f"{len(ledger.sizes):,} tensors" if key == "step" else "")))
     rows.append(("optimizer state in all", ledger.state_total, f"allocated: {size(ledger.allocated)}"))
     rows.append(("counted in all", ledger.total, ""))
     rows.append(("checkpoint", ledger.checkpoint, "tensors; file format and loop state are some kB more"))
     if activations is not None:
         rows.append(("peak of a step", ledger.peak(activations), f"with {size(activations)} seen in one step"))
     cells = [(name, size(count), f"{count / each:.3f}", note) for name, count, note in rows]
-    setup = ledger.setup
-    title = (
-        f"{ledger.elements:,} parameters: {setup.optimizer}, state={setup.state}, master={setup.master}, "
-        f"precision={setup.precision}" + (f", shards={setup.shards}" if setup.shards > 1 else "")
+    title = f"{ledger.elements:,} parameters: {words}" + (f", shards={ledger.shards}" if ledger.shards > 1 else "")
+    notes = [*ledger.notes]
+    if ledger.shards > 1:
+        notes.append("for planning: this version steps no sharded parameters (FSDP, tensor parallel)")
+    return Section(
+        title, ("what", "bytes", "per parameter", ""), cells, (*notes, f"not counted: {'; '.join(NOT_COUNTED)}")
     )
-    notes = (*ledger.notes, f"not counted: {'; '.join(NOT_COUNTED)}")
-    return Section(title, ("what", "bytes", "per parameter", ""), cells, notes)
 
 
 def _traffic(ledger: Ledger) -> Section:
     rows = []
-    for what, paths in (("update", update_paths(ledger.setup)), ("whole step", step_paths(ledger.setup))):
+    adamw = all(name in ("FusedAdamW", "AdamW") for name in ledger.optimizers)
+    for what, paths in (("update", update_paths(ledger.widths, adamw)), ("whole step", step_paths(ledger.widths))):
         for path in paths:
             moved = path.bytes_per_element
             rows.append((what, path.name, str(len(path.passes)), f"{moved:.4g}", size(round(moved * ledger.trained))))
@@ -205,8 +201,17 @@ def _traffic(ledger: Ledger) -> Section:
 
 
 def _launches(sizes: Sequence[int]) -> Section:
-    rows = [(row.path, f"{row.cpu:,}", f"{row.cuda:,}") for row in launches(sizes)]
-    notes = ("of AdamW; torch's multi-tensor kernels by the limits of its launcher, ours at most",)
+    gpu_kernel = "triton" in KERNELS
+    rows = [
+        (row.path, f"{row.cpu:,}", "not counted" if row.cuda is None else f"{row.cuda:,}")
+        for row in launches(sizes, gpu_kernel)
+    ]
+    ours = (
+        "ours at most"
+        if gpu_kernel
+        else ("on a GPU this version runs ours with the reference kernel, plain operations of torch for each parameter")
+    )
+    notes = (f"of AdamW; torch's multi-tensor kernels by the limits of its launcher; {ours}",)
     head = ("path", "operator calls on a CPU", "kernels on a GPU")
     return Section(f"Launches of a step over {len(sizes):,} tensors", head, rows, notes)
 
@@ -215,10 +220,3 @@ def _in_half(value: float) -> str:
     if abs(value) <= SMALLEST_HALF / 2:
         return "lost: rounds to 0"
     return "overflows" if abs(value) >= 65520 else "kept" if abs(value) >= 2.0**-14 else "kept with fewer bits"
-
-
-def _product(shape: Sequence[int]) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count

@@ -9,9 +9,7 @@ import torch
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_fuse.optim import FusedAdamW
-from lightning_fuse.reports.ledger import Setup
-from lightning_fuse.reports.ledger_traffic import (
+from lightning_fuse.ledger.traffic import (
     BLOCKS_PER_LAUNCH,
     CHUNK,
     Pass,
@@ -21,27 +19,31 @@ from lightning_fuse.reports.ledger_traffic import (
     step_paths,
     update_paths,
 )
+from lightning_fuse.optim import FusedAdamW
+
+ADAMW = {"p": 4.0, "exp_avg": 4.0, "exp_avg_sq": 4.0}
+INT8 = 1 + 4 / 128
 
 
-def moved(setup: Setup) -> dict[str, float]:
-    return {path.name: path.bytes_per_element for path in update_paths(setup)}
+def moved(widths: dict[str, float]) -> dict[str, float]:
+    return {path.name: path.bytes_per_element for path in update_paths(widths)}
 
 
-def test_the_three_paths_of_the_issue() -> None:
-    found = moved(Setup(state="int8"))
+def test_the_three_paths_of_adamw() -> None:
+    found = moved({**ADAMW, "exp_avg": INT8, "exp_avg_sq": INT8})
     assert found["separate loops, fp32 state"] == 40  # m: 12, v: 12, p: 16
     assert found["one fused pass, fp32 state"] == 28  # 4 read, 3 written
-    assert found["one fused pass, int8 state"] == 16 + 4 * 4 / 128  # and scales, read and written
+    assert found["one fused pass, this state"] == 16 + 4 * 4 / 128  # and scales, read and written
 
 
-def test_other_setups_move_what_they_must() -> None:
-    assert moved(Setup(state="bf16"))["one fused pass, bf16 state"] == 3 * 4 + 4 * 2
-    found = moved(Setup(state="bf16", precision="bf16-true", master="split"))
-    assert found["one fused pass, bf16 state, split master"] == 3 * 2 + 4 * 2 + 2 * 2
-    assert moved(Setup(optimizer="lion_fused"))["one fused pass, fp32 state"] == 20
-    assert moved(Setup(optimizer="sgd_fused", momentum=0.0))["one fused pass, fp32 state"] == 12
-    assert moved(Setup(amsgrad=True))["one fused pass, fp32 state"] == 36
-    separate, contract = step_paths(Setup())
+def test_other_choices_move_what_they_must() -> None:
+    assert moved({"p": 4, "exp_avg": 2, "exp_avg_sq": 2})["one fused pass, this state"] == 3 * 4 + 4 * 2
+    found = moved({"p": 2, "exp_avg": 2, "exp_avg_sq": 2, "remainder": 2})
+    assert found["one fused pass, this state"] == 3 * 2 + 4 * 2 + 2 * 2
+    assert moved({"p": 4, "exp_avg": 4}) == {"separate loops, fp32 state": 24, "one fused pass, fp32 state": 20}
+    assert moved({"p": 4})["one fused pass, fp32 state"] == 12
+    assert moved({**ADAMW, "max_exp_avg_sq": 4})["one fused pass, fp32 state"] == 36
+    separate, contract = step_paths(ADAMW)
     assert (separate.bytes_per_element, contract.bytes_per_element) == (28 + 8 + 4 + 8, 28 + 4)
 
 
@@ -78,9 +80,9 @@ def test_torch_s_operations_are_those_that_torch_calls() -> None:
     optimizer.step()
     with Calls() as seen:
         optimizer.step()
-    rows = {row.path: row for row in launches([1000, 1000])}
+    rows = {row.path: row for row in launches([1000, 1000], gpu_kernel=False)}
     assert sum(seen.calls.values()) == rows["torch, loop"].cpu
-    assert seen.elements * 4 == moved(Setup())["torch's operations one by one"] * 2000
+    assert seen.elements * 4 == moved(ADAMW)["torch's operations one by one"] * 2000
 
 
 @pytest.mark.parametrize(("path", "how"), [("torch, foreach", {"foreach": True}), ("torch, fused", {"fused": True})])
@@ -95,7 +97,7 @@ def test_operator_calls_of_foreach_and_fused(path: str, how: dict[str, bool]) ->
         optimizer.step()
     working = {"add_", "mul_", "lerp_", "addcmul_", "sqrt", "div_", "addcdiv_", "_fused_adamw_"}
     calls = [e.name for e in profiler.events() if e.name.removeprefix("aten::") in working]
-    expected = {row.path: row.cpu for row in launches([12] * 5)}[path]
+    expected = {row.path: row.cpu for row in launches([12] * 5, gpu_kernel=False)}[path]
     assert len(calls) == expected
 
 
@@ -114,7 +116,7 @@ def test_ours_calls_no_operator_per_parameter() -> None:
             optimizer.step()
         assert [e.name for e in profiler.events() if e.name.startswith("aten::")] == []
     assert counts[0] == counts[1] == 0  # one native call, which torch's dispatcher does not see
-    assert {row.path: row.cpu for row in launches([12] * 30)}["ours"] == 1
+    assert {row.path: row.cpu for row in launches([12] * 30, gpu_kernel=False)}["ours"] == 1
 
 
 def test_multi_tensor_launches_end_where_tensors_or_blocks_are_used_up() -> None:

@@ -6,29 +6,22 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from hydra.utils import instantiate
 
+from lightning_fuse.cli.ledger import main
 from lightning_fuse.combinations import find_conflict
-from lightning_fuse.config import optimizer_factory, resolved, run_options
+from lightning_fuse.config import optimizer_factory, run_options
 from lightning_fuse.formats import MASTERS, STATE_FORMATS
-from lightning_fuse.reports.ledger import counted, ledger_of
-from lightning_fuse.reports.ledger_table import (
-    batch_section,
-    gradient_section,
-    of_tensors,
-    plain,
-    scaled_gradient,
-    size,
-)
-from lightning_fuse.reports.ledger_words import parse, setup_of, whole
+from lightning_fuse.kernels import KERNELS
+from lightning_fuse.ledger.query import parse, whole
+from lightning_fuse.ledger.tables import count_recipe, gradient_section, scaled_gradient, size
 from lightning_fuse.run import PARAMETER_DTYPES
 from lightning_fuse.step import LossScale, StepContract
-from scripts.ledger import main
 from tests.composing import ROOT, SMALL, composed
 from tests.tolerances import WORKED_EXAMPLE
 
@@ -63,7 +56,7 @@ def test_state_of_every_recipe_is_predicted_to_the_byte(recipe: str) -> None:
         module = instantiate(cfg.recipe.module, _partial_=True)(
             model, optimizer_factory(cfg), instantiate(cfg.schedule)
         )
-        ledger = ledger_of(counted(module, module.groups_of_optimizers()), setup_of(resolved(cfg)))
+        ledger = count_recipe(module, cfg.precision)
         module.to(PARAMETER_DTYPES.get(cfg.precision, torch.float32))
         optimizers = [module.optimizer_factory(groups) for groups in module.groups_of_optimizers()]
         for p in module.parameters():
@@ -120,26 +113,23 @@ def test_what_is_no_number_is_refused(text: str) -> None:
 
 
 def test_words_are_read() -> None:
-    asked = parse(["params=1e8", "state=int8", "shards=4", "tensors=12", "activations=3e6", "devices=4"])
-    assert (asked.parameters, asked.tensors, asked.activations) == (10**8, 12, 3 * 10**6)
-    assert (asked.setup.state, asked.setup.shards, asked.batch) == ("int8", 4, {"devices": 4})
-    asked = parse(["recipe=byte_lm", "model=medium", "state=int8", "shards=2"])
-    assert (asked.rest, asked.shards) == (["model=medium", "state=int8"], 2)
-    assert parse(["module=torch.nn:Linear", "momentum=0", "optimizer=sgd_fused"]).setup.moments == ()
+    query = parse(["params=1e8", "state=int8", "shards=4", "tensors=12", "activations=3e6", "devices=4"])
+    assert (query.what, query.tensors, query.activations) == ("1e8", 12, 3 * 10**6)
+    assert (query.words, query.shards, query.batch) == (["state=int8"], 4, {"devices": 4})
+    query = parse(["recipe=byte_lm", "model=medium", "momentum=0", "shards=2"])
+    assert (query.words, query.shards) == (["model=medium", "optimizer.momentum=0"], 2)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["params=1e9", "parms=3"], "unknown key 'parms'; known: .*did you mean 'params'"),
-        (["params=1e9", "state"], "'state' is no key=value; possible keys: params"),
+        (["params=1e9", "state"], "'state' is no key=value; give for instance params=7B"),
         (["params=1", "params=2"], "params is given twice"),
         (["state=int8"], "nothing to count; give one of params="),
         (["params=1", "recipe=digits"], "params and recipe; give one of"),
         (["recipe=digits", "tensors=3"], "tensors=3 goes with params alone"),
-        (["params=1", "amsgrad=1"], "amsgrad=1: give true or false"),
         (["params=1", "loss_scale=3"], "loss_scale alone says nothing"),
-        (["params=1", "momentum=x"], "momentum=x is no number"),
+        (["params=1", "shards=0"], "shards=0 is no whole number from 1"),
     ],
 )
 def test_bad_words_are_refused(words: list[str], message: str) -> None:
@@ -172,20 +162,8 @@ def test_the_command_of_the_issue(tmp_path: Path) -> None:
     assert "not counted: activations" in done.stdout
     refused = ledger_py("params=1e9", "state=int9", folder=tmp_path)
     assert refused.returncode == 2
-    assert refused.stderr.startswith("refused: unknown state format 'int9'; known: bf16, fp32, int8")
+    assert refused.stderr.startswith("refused: state=int9: unknown word of state 'int9'; known: bf16, fp32, int8")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_ledger_of_numbers_needs_no_torch(run_python: Callable) -> None:
-    code = (
-        "import sys, runpy\n"
-        f"sys.argv = ['ledger.py', 'params=1e9', 'state=int8', 'devices=4']\n"
-        f"try:\n    runpy.run_path({str(ROOT / 'scripts' / 'ledger.py')!r}, run_name='__main__')\n"
-        "except SystemExit as done:\n    print(done.code)\n"
-        "print(sorted({'torch', 'lightning', 'hydra'} & {name.split('.')[0] for name in sys.modules}))\n"
-    )
-    process = run_python("-c", code)
-    assert process.stdout.splitlines()[-2:] == ["0", "[]"], process.stdout + process.stderr
 
 
 def test_any_importable_module_and_a_recipe(
@@ -214,15 +192,44 @@ def test_any_importable_module_and_a_recipe(
         ("module=sys:maxsize", "maxsize of sys cannot be called"),
         ("module=odd:Values", "on the meta device, where tensors have no values (RuntimeError"),
         ("module=odd:Lazy", "weight has no shape yet"),
-        ("module=odd:Complex", "parameter weight is complex or of whole numbers"),
-        ("module=odd:Double", "parameter weight is 64-bit"),
-        ("parms=1e9", "unknown key 'parms'"),
-        ("recipe=byte_lmm", "byte_lm"),
+        ("module=odd:Complex", "parameter weight is torch.complex64"),
+        ("module=odd:Double", "parameter weight is torch.float64"),
+        ("parms=1e9", "nothing to count"),
+        ("recipe=byte_lmm", "did you mean 'byte_lm'?"),
+        ("params=1 sate=int8", "did you mean 'state'?"),
+        ("params=1 amsgrad=1", "optimizer.amsgrad=1 is a whole number; give true or false"),
+        ("params=1 optimizer=lion_fused amsgrad=true", "unknown key 'optimizer.amsgrad'"),
+        ("params=1 master=split", "float32 parameters are their own master weights"),
+        ("params=1 state.patterns={a:bf16}", "patterns need names"),
+        ("recipe=digits state.patterns={hed.*:bf16}", "pattern 'hed.*' matches no parameter"),
+        ("params=1 --config-dir=nowhere", "there is no such folder"),
     ):
-        assert main([word]) == 2
+        assert main(word.split()) == 2
         assert message in capsys.readouterr().err
-    assert main(["recipe=byte_lm", "model=tiny", "sate=int8"]) == 2
-    assert "sate" in capsys.readouterr().err
+
+
+def test_the_ledger_says_what_this_version_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["params=1e6", "shards=4", "state=int8", "activations=1e6"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert ("not counted │" in shown) == ("triton" not in KERNELS)
+    assert "steps no sharded parameters" in shown
+    assert "peak of a step" in shown
+
+
+def test_a_recipe_of_ones_own_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "own_net.py").write_text(
+        "import torch\n\n\nclass Net(torch.nn.Linear):\n    def __init__(self, *, width: int):\n"
+        "        super().__init__(width, 10)\n"
+    )
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    (tmp_path / "conf" / "model" / "own.yaml").write_text("_target_: own_net.Net\nwidth: 100\n")
+    words = ["recipe=digits", "model=own", "recipe.requires.model.target=own_net.Net", "state=int8"]
+    assert main(["--config-dir", "conf", *words]) == 0
+    assert "1,010 parameters" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -236,14 +243,3 @@ def test_train_py_prints_the_ledger_and_trains(tmp_path: Path) -> None:
     printed, trained = done.stdout.index("counted in all"), done.stdout.index("lightning_fuse run")
     assert printed < trained
     assert list(tmp_path.glob("runs/**/summary.json"))
-
-
-def test_plain_text_says_the_same() -> None:
-    cfg = composed("recipe=digits", "state=int8")
-    module = instantiate(cfg.recipe.module, _partial_=True)(
-        instantiate(cfg.model), optimizer_factory(cfg), instantiate(cfg.schedule)
-    )
-    tensors = counted(module, module.groups_of_optimizers())
-    text = plain([*of_tensors(tensors, ledger_of(tensors, setup_of(resolved(cfg))), 10**6), batch_section({})])
-    for part in ("exp_avg scales", "peak of a step", "one fused pass, int8 state", "torch, foreach", "not counted"):
-        assert part in text

@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from lightning_fuse.reports.ledger import Setup
-from lightning_fuse.reports.ledger_kinds import BLOCK, BNB_BLOCK, FORMATS, MASTERS, PRECISIONS, WIDTH
+MASTERS = ("master", "remainder")  # keys of a master weight
 
 # Tensors per launch of torch's multi-tensor kernels, by the number of tensor lists that a kernel walks.
 TENSORS_PER_LAUNCH = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
@@ -22,7 +21,7 @@ TENSORS_WITH_SCALARS = 96  # one list, and a number for each tensor
 BLOCKS_PER_LAUNCH = 320
 CHUNK = 65536  # elements per block
 
-OURS_PER_STEP = {"cpu": 1, "cuda": 4}  # native call; kernels at most, however many parameters there are
+GPU_LAUNCHES = 4  # of our kernel for GPUs at most, however many parameters there are
 
 
 @dataclass(frozen=True)
@@ -71,12 +70,12 @@ class Launches:
     Attributes:
         path: Its name.
         cpu: Operator calls on a CPU.
-        cuda: Kernels on a GPU.
+        cuda: Kernels on a GPU; None where nobody has counted them.
     """
 
     path: str
     cpu: int
-    cuda: int
+    cuda: int | None
 
 
 # torch's AdamW, operation by operation, for one tensor (without amsgrad, capturable or maximize).
@@ -114,55 +113,56 @@ def one_pass(moments: Sequence[str], extra: Sequence[str] = ()) -> tuple[Pass, .
     return (Pass("read, update, write", ("p", "g", *kept), ("p", *kept)),)
 
 
-def update_paths(setup: Setup) -> list[Path]:
-    """The ways to execute the update that a setup's optimizer stands for.
+def update_paths(widths: Mapping[str, float], adamw: bool = True) -> list[Path]:
+    """The ways to execute an update.
 
     Args:
-        setup: The choices; bytes are those of a matrix with long rows.
+        widths: Bytes per element of a matrix with long rows: "p" for parameter and gradient, and what is kept, in the
+            order in which the optimizer has it.
+        adamw: Whether it is AdamW, whose operations in torch are known.
 
     Returns:
-        Separate loops and one pass with float32 state, the same in the setup's own state, and for AdamW torch's
+        Separate loops and one pass with float32 state, the same with what is really kept, and for AdamW torch's
         operations one by one.
     """
-    kept = WIDTH[PRECISIONS[setup.precision]]
-    moments = [_letter(index) for index, _ in enumerate(setup.moments)]
-    plain: dict[str, float] = {"p": kept, "g": kept, "d": 4, **dict.fromkeys(moments, 4)}
+    masters = [name for name in widths if name in MASTERS]
+    moments = [name for name in widths if name not in ("p", *masters)]
+    width = widths["p"]
+    plain = {"p": width, "g": width, **dict.fromkeys(moments, 4.0)}
     paths = [
         Path("separate loops, fp32 state", separate_loops(moments), plain),
         Path("one fused pass, fp32 state", one_pass(moments), plain),
     ]
-    if setup.optimizer.startswith("adamw") and not setup.amsgrad:
-        in_dtype = {**dict.fromkeys(plain, float(kept))}
-        paths.insert(0, Path("torch's operations one by one", TORCH_ADAMW, in_dtype))
-    if setup.state != "fp32" or setup.master != "none":
-        own, master = _widths(setup, moments), MASTERS[setup.master]
-        extra = [] if master is None else [master[0]]
-        label = f"one fused pass, {setup.state} state" + (f", {setup.master} master" if extra else "")
-        paths.append(Path(label, one_pass(moments, extra), {**plain, **own}))
+    if adamw and len(moments) == 2:
+        paths.insert(0, Path("torch's operations one by one", TORCH_ADAMW, dict.fromkeys("pgdmv", width)))
+    if masters or any(widths[name] != 4 for name in moments):
+        paths.append(Path("one fused pass, this state", one_pass(moments, masters), {**widths, "g": width}))
     return paths
 
 
-def step_paths(setup: Setup) -> list[Path]:
+def step_paths(widths: Mapping[str, float]) -> list[Path]:
     """The whole step, unscaling, check and clipping included: as separate acts, and as the step contract.
 
     Args:
-        setup: The choices.
+        widths: As in ``update_paths``.
 
     Returns:
         Two paths, both with the last, fused update of ``update_paths``.
     """
-    update = update_paths(setup)[-1]
+    update = update_paths(widths)[-1]
     return [
         Path("separate acts, fused update", (*SEPARATE_ACTS, *update.passes), update.widths),
         Path("the step contract", (*OUR_ACTS, *update.passes), update.widths),
     ]
 
 
-def launches(sizes: Sequence[int]) -> list[Launches]:
+def launches(sizes: Sequence[int], gpu_kernel: bool) -> list[Launches]:
     """Launches of one AdamW step.
 
     Args:
         sizes: Elements of each tensor.
+        gpu_kernel: Whether this version has a kernel of ours for GPUs; without it the reference kernel runs there,
+            plain operations of torch for every parameter.
 
     Returns:
         torch's loop, foreach and fused, bitsandbytes, ours. On a CPU torch's foreach is a loop inside, and the counter
@@ -181,7 +181,7 @@ def launches(sizes: Sequence[int]) -> list[Launches]:
             + multi_tensor_launches(sizes, TENSORS_PER_LAUNCH[4]),
         ),
         Launches("bitsandbytes", cpu=tensors, cuda=tensors),
-        Launches("ours", cpu=OURS_PER_STEP["cpu"], cuda=OURS_PER_STEP["cuda"]),
+        Launches("ours", cpu=1, cuda=GPU_LAUNCHES if gpu_kernel else None),
     ]
 
 
@@ -208,18 +208,3 @@ def multi_tensor_launches(sizes: Sequence[int], limit: int) -> int:
                 blocks = 0
                 held = 0 if last else 1
     return count + (1 if blocks else 0)
-
-
-def _letter(index: int) -> str:
-    return ("m", "v", "w")[index]
-
-
-def _widths(setup: Setup, moments: Sequence[str]) -> dict[str, float]:
-    """Bytes per element of a long row, scales included."""
-    widths: dict[str, float] = {}
-    for letter, moment in zip(moments, setup.moments, strict=True):
-        codec = FORMATS[setup.state][0 if moment.signed else 1]
-        block = BNB_BLOCK if setup.kind.family == "bnb" else BLOCK
-        widths[letter] = 1 + 4 / block if codec == "int8" else WIDTH[codec]
-    master = MASTERS[setup.master]
-    return widths if master is None else {**widths, master[0]: WIDTH[master[1]]}
