@@ -263,7 +263,7 @@ class FusedOptimizer(Optimizer):
         for hook in hooks:
             replaced = hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
-        into = Destination(self.specs(), self.param_groups, self.check_group, self.rule_for)
+        into = Destination(self.specs(), self.param_groups, type(self).__name__, self.check_group, self.rule_for)
         return plan_load(into, state_dict, self.load_options if options is None else options)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from torch import Tensor
 from lightning_fuse.formats.format import TensorSpec
 from lightning_fuse.kernels.kernel import STEP, ParamSpec, ParamState
 from lightning_fuse.kernels.shards import is_dtensor, local_part
+from lightning_fuse.optim.checkpoint.schema import FORMAT, read_format
 from lightning_fuse.optim.regions import Request, allocate
 
-FORMAT_KEY = "format"  # what a state dict says of each parameter's tensors; the live state needs no such entry
 StateStore: TypeAlias = MutableMapping[Tensor, dict[str, Any]]
 
 
@@ -97,9 +97,17 @@ def adopt(spec: ParamSpec, held: dict[str, Any]) -> None:
         held: Its state; changed in place.
 
     Raises:
-        RuntimeError: A tensor has another shape, dtype or device than the format says.
+        RuntimeError: A tensor has another shape, dtype or device than the format says, or all are of another format.
     """
-    held.pop(FORMAT_KEY, None)
+    text = read_format(held)
+    here = [spec.state_format.name, spec.master.name]
+    if text is not None and text.split(" ")[2:] != here:
+        raise RuntimeError(
+            f"somebody has put state into {spec.name} that is described as {text!r}, this optimizer keeps state "
+            f"{here[0]!r} and master {here[1]!r}: build it with the settings that were saved, or load through its own "
+            "load_state_dict, which converts formats"
+        )
+    held.pop(FORMAT, None)
     device = spec.param.device
     step = held.get("step")
     if step is not None and not (isinstance(step, Tensor) and step.dtype == STEP.dtype and step.device == device):

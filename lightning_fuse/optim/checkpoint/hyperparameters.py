@@ -46,6 +46,7 @@ def merge_groups(
     saved_groups: Sequence[Mapping[str, Any]],
     indices: Sequence[Any],
     check_group: CheckGroup,
+    owner: str,
     options: LoadOptions,
 ) -> GroupChanges:
     """The hyperparameters that each group will have: those of the saved group that holds its parameters.
@@ -56,6 +57,7 @@ def merge_groups(
         saved_groups: The checkpoint's groups.
         indices: For each parameter its index in the checkpoint, or None.
         check_group: Refuses hyperparameters that no update can be computed from.
+        owner: The optimizer's class, for errors.
         options: Which of them stay as they are.
 
     Returns:
@@ -69,18 +71,18 @@ def merge_groups(
         for key in options.override:
             if key not in known:
                 raise ValueError(f"override: unknown hyperparameter {key!r}; known: {', '.join(sorted(known))}")
-    owner: dict[Any, int] = {}
+    group_of: dict[Any, int] = {}
     for number, saved in enumerate(saved_groups):
-        owner.update(dict.fromkeys(saved["params"], number))
+        group_of.update(dict.fromkeys(saved["params"], number))
     result, start = GroupChanges([], [], [], []), 0
     for number, group in enumerate(groups):
         end = start + len(group["params"])
         [index for index in indices[start:end] if index is not None]
-        owners = sorted({owner[index] for index in indices[start:end] if index is not None})
+        owners = sorted({group_of[index] for index in indices[start:end] if index is not None})
         source = _source(number, group, saved_groups, owners, options)
         merged = {key: value for key, value in group.items() if key not in NON_HYPERPARAMETERS}
         if source is not None and end > start:
-            _check_kind(group, source, specs[start].rule.name)
+            _check_kind(group, source, specs[start].rule.name, owner)
         numbers = {key: value for key, value in (source or {}).items() if key not in NON_HYPERPARAMETERS}
         here, there = plain_numbers(merged), plain_numbers(numbers)
         differs = not there.items() <= here.items()
@@ -158,7 +160,7 @@ def _note_differences(
             result.taken_over.append(f"{label}: {key} {there[key]} from the checkpoint, configured {here[key]}")
 
 
-def _check_kind(group: Mapping[str, Any], saved: Mapping[str, Any], rule: str) -> None:
+def _check_kind(group: Mapping[str, Any], saved: Mapping[str, Any], rule: str, owner: str) -> None:
     """Refuses groups of another kind of optimizer: those lack what every relative of this one has.
 
     torch's Adam and AdamW have the same; one key of their groups tells how they decay.
@@ -166,7 +168,7 @@ def _check_kind(group: Mapping[str, Any], saved: Mapping[str, Any], rule: str) -
     for key in _TELLING:
         if key in group and key not in saved:
             raise ValueError(
-                f"checkpoint holds no {key} for a group: it belongs to another optimizer than this one, or is damaged; "
+                f"checkpoint holds no {key} for a group: it belongs to another optimizer than {owner}, or is damaged; "
                 "load one of the same kind"
             )
     decoupled = saved.get("decoupled_weight_decay")

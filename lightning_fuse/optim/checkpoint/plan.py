@@ -53,12 +53,14 @@ class Destination(NamedTuple):
     Attributes:
         specs: All parameters, in the order of the groups.
         groups: The parameter groups.
+        owner: The optimizer's class, for errors.
         check_group: Refuses hyperparameters that no update can be computed from.
         choose_rule: The update rule of a parameter under other hyperparameters of its group.
     """
 
     specs: Sequence[ParamSpec]
     groups: Sequence[dict[str, Any]]
+    owner: str
     check_group: CheckGroup
     choose_rule: Callable[[Mapping[str, Any], Tensor], UpdateRule]
 
@@ -204,7 +206,9 @@ def _plan(into: Destination, state_dict: Mapping[str, Any], options: LoadOptions
         state_dict = from_bitsandbytes(state_dict, {key for group in into.groups for key in group})
     saved_groups, state = state_dict["param_groups"], state_dict["state"]
     matching = match(into.specs, into.groups, state_dict, options)
-    changes = merge_groups(into.specs, into.groups, saved_groups, matching.indices, into.check_group, options)
+    changes = merge_groups(
+        into.specs, into.groups, saved_groups, matching.indices, into.check_group, into.owner, options
+    )
     items, dtensor = [], getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     for spec, index in zip(_specs_then(into, changes), matching.indices, strict=True):
         held = {} if index is None else state.get(index, {})
