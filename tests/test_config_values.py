@@ -136,6 +136,16 @@ def test_every_shipped_file_passes(word: str) -> None:
     check(composed(word))
 
 
+def test_every_model_and_data_that_help_lists_is_of_a_recipe() -> None:
+    for group in ("model", "data"):
+        left = {path.stem for path in (CONF / group).glob("*.yaml")}
+        for recipe in (path.stem for path in (CONF / "recipe").glob("*.yaml")):
+            for word in composed(f"recipe={recipe}").recipe.requires[group].words:
+                check(composed(f"recipe={recipe}", f"{group}={word}"))
+                left.discard(word)
+        assert left == set()
+
+
 def test_a_sample_of_raw_bytes_is_printed_escaped() -> None:
     assert printable(b"a line\n\x1b[31mred\x07 \xff\xfe \xc3\xa4") == "a line\n\\x1b[31mred\\x07 \\xff\\xfe ä"
     assert printable("\u202e\u2028".encode()) == "\\u202e\\u2028"

@@ -230,12 +230,19 @@ def show_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
         width = max(len(label) for label, _ in rows)
         print("\n".join(f"{label:<{width}}  {text}" for label, text in rows))
         return
+    console = Console()
+    room = console.width - max(len(label) for label, _ in rows) - len("│  │  │")
+    # A path that the table would break stands below it, whole, so that it can be copied.
+    wide = [(label, text) for label, text in rows if max(map(len, text.split(" "))) > room and "/" in text]
     table = Table(show_header=False, title=title, title_justify="left")
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for label, text in rows:
-        table.add_row(label, Text(text))  # Text: brackets in a path are no markup
-    Console().print(table)
+        if (label, text) not in wide:
+            table.add_row(label, Text(text))  # Text: brackets in a path are no markup
+    console.print(table)
+    for label, text in wide:
+        console.print(Text(f"{label}: {text}"), soft_wrap=True)
 
 
 def _from_here(path: str) -> str:

@@ -32,6 +32,7 @@ class StepProgress(ProgressBar):
         self._console = Console()
         self._bar: Progress | None = None
         self._task = TaskID(0)
+        self._validation: TaskID | None = None
         self._enabled = True
 
     def enable(self) -> None:
@@ -46,7 +47,9 @@ class StepProgress(ProgressBar):
         """Draws the bar at the step that the run goes on from."""
         if not (self._enabled and self._console.is_terminal):
             return
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        # On a narrow screen a short bar leaves room for the counts, and as many figures as fit are shown.
+        bar = BarColumn(bar_width=min(40, max(5, self._console.width // 8)))
+        columns = (TextColumn("{task.description}"), bar, MofNCompleteColumn(), TimeElapsedColumn())
         figures = TextColumn("{task.fields[figures]}")
         self._bar = Progress(*columns, RemainingColumn(), figures, console=self._console, refresh_per_second=self._rate)
         total = trainer.max_steps if trainer.max_steps >= 0 else None
@@ -61,17 +64,36 @@ class StepProgress(ProgressBar):
             return
         self._bar.update(self._task, completed=trainer.global_step)
         if trainer.global_step % cast(Any, trainer).log_every_n_steps == 0:
-            self._bar.update(self._task, figures=self._figures(trainer, pl_module))
+            self._bar.update(self._task, figures=self._fitting(trainer, pl_module))
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Says what takes so long."""
-        if self._bar is not None:
-            self._bar.update(self._task, description="validating")
+        """Adds a bar over the batches of the validation."""
+        if self._bar is None:
+            return
+        batches = sum(trainer.num_val_batches)
+        total = int(batches) if math.isfinite(batches) else None
+        self._validation = self._bar.add_task("validating", total=total, figures="")
+
+    def on_validation_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Moves that bar."""
+        if self._bar is not None and self._validation is not None:
+            self._bar.advance(self._validation)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Shows what came out."""
+        """Takes the bar away, and shows what came out."""
         if self._bar is not None:
-            self._bar.update(self._task, description="training", figures=self._figures(trainer, pl_module))
+            if self._validation is not None:
+                self._bar.remove_task(self._validation)
+                self._validation = None
+            self._bar.update(self._task, figures=self._fitting(trainer, pl_module))
         elif self._enabled and trainer.is_global_zero and not trainer.sanity_checking:
             print(f"step {trainer.global_step:,}: {self._figures(trainer, pl_module)}", flush=True)
 
@@ -88,10 +110,20 @@ class StepProgress(ProgressBar):
             self._bar.stop()
             self._bar = None
 
-    def _figures(self, trainer: L.Trainer, pl_module: L.LightningModule) -> str:
+    def _figures(self, trainer: L.Trainer, pl_module: L.LightningModule, room: float = math.inf) -> str:
         metrics = self.get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)  # the logger's version: no figure
-        return "  ".join(f"{name} {_short(value)}" for name, value in metrics.items())
+        line = ""
+        for figure in (f"{name} {_short(value)}" for name, value in metrics.items()):
+            if len(line) + len(figure) + 2 <= room:
+                line += f"  {figure}" if line else figure
+        return line
+
+    def _fitting(self, trainer: L.Trainer, pl_module: L.LightningModule) -> str:
+        """Figures for what the line has left beside description, bar, counts and two times."""
+        bar = min(40, max(5, self._console.width // 8))
+        counts = 2 * len(str(trainer.max_steps)) + 1
+        return self._figures(trainer, pl_module, self._console.width - (len("validating") + bar + counts + 2 * 7 + 5))
 
 
 def _short(value: Any) -> str:

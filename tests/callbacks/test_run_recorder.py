@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_fuse.callbacks import ExactResume, Fuse, RunRecorder, StepMonitor, TimeToTarget
+from lightning_fuse.callbacks.run_result import show_table
 from lightning_fuse.records import read_manifest, read_metrics, read_step_rows, read_summary
 from tests.cases import Four, batches, half, one_bad, quiet_trainer
 
@@ -264,3 +265,13 @@ def test_bad_settings(tmp_path: Path) -> None:
     file.touch()
     with pytest.raises(NotADirectoryError, match="is a file; name a folder"):
         fit(file)
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_no_path_of_the_table_is_cut(width: int, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    path = "runs/2026-11-30/09-19-16_byte_lm_adamw_fused_int8/checkpoints/best.ckpt"
+    show_table("run", [("resume goes on from", path), ("to target", "val/loss <= 2 after 38.7 s of training " * 3)])
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(path in line for line in lines) == 1
+    assert max(len(line) for line in lines if "│" in line) <= width
