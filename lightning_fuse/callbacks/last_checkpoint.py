@@ -4,11 +4,14 @@ The newest is always ``last.ckpt``, the one before it ``last-1.ckpt``, and so on
 is complete before any older one is touched, so a kill at any moment leaves one or more; with ``ExactResume`` it holds
 all that an exact resume needs.
 
-SIGTERM and Ctrl-C end the run at the next closed window with such a checkpoint, see ``stop_signals.py``.
+Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 end the run at the next closed window with such a checkpoint, see
+``stop_signals.py``. A validation may be long: the state before it is saved, so that a signal can end it at its next
+batch, and a resume begins with it.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -31,7 +34,7 @@ class LastCheckpoint(Checkpoint):
         folder: Where the files lie.
         every: Optimizer steps between two checkpoints; the end of a run always gets one.
         keep: How many of the newest stay: with 2 there is one before ``last.ckpt``, should that be damaged.
-        on_signals: Whether SIGTERM and SIGINT wait for the next closed window and save there; a second one does not.
+        on_signals: Whether signals wait for the next closed window and save there; a second one does not.
 
     Raises:
         ValueError: ``every`` or ``keep`` is below 1.
@@ -48,6 +51,16 @@ class LastCheckpoint(Checkpoint):
         self._saved_at = -1  # the optimizer step of the newest checkpoint
         self._signals = StopSignals() if on_signals else None
 
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Keeps signals to the process group from the workers of loaders, the first of which start soon."""
+        if stage == "fit" and self._signals is not None:
+            self._signals.shield_workers()
+
+    def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hears signals from now on."""
+        if self._signals is not None:
+            self._signals.install(trainer)
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The point that the run starts from needs no checkpoint."""
         self._saved_at = trainer.global_step
@@ -57,12 +70,21 @@ class LastCheckpoint(Checkpoint):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Saves after every ``every``-th optimizer step, and where a signal asked to stop."""
+        """Saves after every ``every``-th optimizer step, before a validation, and where a signal asked to stop."""
         stop = self._signals is not None and self._signals.due(trainer)
-        if stop or trainer.global_step % self.every == 0:
+        if stop or trainer.global_step % self.every == 0 or (self._signals and _validation_may_follow(trainer)):
             self.save(trainer)
         if stop and self._signals is not None:
             self._signals.stop(trainer)
+
+    def on_validation_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        """Ends a validation, or a sanity check, that a signal has come into: what was before it is saved."""
+        signals = self._signals
+        # Several ranks agree after a training batch.
+        if signals is None or signals.wanted is None or trainer.world_size > 1:
+            return
+        if trainer.sanity_checking or self._saved_at == trainer.global_step:
+            signals.stop(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Saves the end of the run."""
@@ -106,8 +128,17 @@ class LastCheckpoint(Checkpoint):
         return self.path.with_name(f"{self.path.stem}-{age}{self.path.suffix}")
 
 
+def _validation_may_follow(trainer: L.Trainer) -> bool:
+    """Whether this batch, or one of the window that it lies in, is followed by a validation; asking changes nothing."""
+    loop, every = trainer.fit_loop.epoch_loop, trainer.val_check_batch
+    if not trainer.enable_validation or every is None or math.isinf(every):
+        return False
+    count = loop.batch_idx if trainer.check_val_every_n_epoch is not None else loop.total_batch_idx
+    return (count + 1) % max(1, round(every)) < trainer.accumulate_grad_batches
+
+
 def _second_name(path: Path, other: Path) -> None:
-    """Gives a file another name and leaves it its own, so that it is never missing; moves it where that cannot be."""
+    """Hard-links a file under another name, so that it is never missing; renames it where links fail."""
     link = other.with_name(f"{other.name}.part")
     try:
         link.unlink(missing_ok=True)

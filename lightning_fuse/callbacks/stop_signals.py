@@ -1,9 +1,14 @@
-"""SIGTERM and SIGINT as a wish to stop where a run can be continued: at the next closed window, with a checkpoint.
+"""Signals as a wish to stop where a run can be continued: at the next closed window, with a checkpoint.
 
-The first signal is noted and training goes on; whoever owns this asks ``due`` after every batch, saves and calls
+SIGINT (Ctrl-C), SIGTERM, SIGHUP (a terminal that closes) and SIGUSR1 (a scheduler that will start the job again) are
+heard. The first signal is noted and training goes on; the owner of this asks ``due`` after every batch, saves and calls
 ``stop``. A second signal ends the run at once, from the last checkpoint that is there. Several ranks agree on the step,
-whichever of them was told. SIGUSR1, and SIGTERM under a SLURM that requeues, are left to Lightning, a handler of the
-user's own is left to the user.
+whichever of them was told. Under a SLURM that requeues, SIGUSR1 and SIGTERM are left to Lightning; a handler of the
+user's own, and a signal that is ignored (``nohup``), are left as they are.
+
+A terminal and a scheduler send a signal to the whole process group. The workers of a data loader would die of it before
+the window closes, so processes that are forked while a fit listens get a group of their own. They still end with the
+process that started them, and when it ends them.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+ENDING = ("SIGTERM", "SIGHUP", "SIGUSR1")  # those that end a run like a SIGTERM, where the system has them
 NOTICE = b"\n%s: stopping after this window, with a checkpoint; once more to stop at once\n"
 _fits = itertools.count()  # so that the ranks of a second fit do not find the wish of the first
 
@@ -42,20 +48,26 @@ class StopSignals:
         Args:
             trainer: Its loop has started, so that Lightning has set its own handlers.
         """
-        self.wanted = None
-        self._key = f"lightning_fuse/stop/{next(_fits)}"
         if threading.current_thread() is not threading.main_thread() or self._before:
             return
+        self.wanted = None
+        self._key = f"lightning_fuse/stop/{next(_fits)}"
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._handle)
-        if _is_free(trainer):
-            self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._handle)
+        for number in (getattr(signal, name) for name in ENDING if hasattr(signal, name)):
+            if _is_free(trainer, number):
+                self._before[number] = signal.signal(number, self._handle)
+
+    def shield_workers(self) -> None:
+        """Gives processes that are forked from now on a process group of their own, until ``restore``."""
+        _listening.add(id(self))
 
     def restore(self) -> None:
         """Puts back the handlers that were there before; more than once is fine."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
+        _listening.discard(id(self))
 
     def due(self, trainer: L.Trainer) -> bool:
         """Whether the run stops here; every rank asks after every batch and gets the same answer.
@@ -85,7 +97,7 @@ class StopSignals:
 
         Raises:
             KeyboardInterrupt: It was SIGINT.
-            SIGTERMException: It was SIGTERM.
+            SIGTERMException: It was another one.
         """
         self.restore()
         if self.wanted == signal.SIGINT:
@@ -102,9 +114,24 @@ class StopSignals:
         raise KeyboardInterrupt if number == signal.SIGINT else SIGTERMException
 
 
-def _is_free(trainer: L.Trainer) -> bool:
-    """Whether SIGTERM has no other meaning than Lightning's usual one."""
+def _is_free(trainer: L.Trainer, number: int) -> bool:
+    """Whether a signal has no other meaning than the system's or Lightning's usual one."""
     environment = trainer._accelerator_connector.cluster_environment
-    if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+    if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and number != signal.SIGHUP:
         return False
-    return trainer._signal_connector._original_handlers.get(signal.SIGTERM) in (None, signal.SIG_DFL)
+    usual = signal.getsignal(number)
+    if number == signal.SIGTERM:  # Lightning has put its own handler there
+        usual = trainer._signal_connector._original_handlers.get(number)
+    return usual in (None, signal.SIG_DFL)
+
+
+_listening: set[int] = set()
+
+
+def _leave_the_group() -> None:
+    if _listening:
+        os.setpgid(0, 0)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_the_group)

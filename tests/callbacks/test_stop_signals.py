@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,12 @@ from tests.callbacks.resume_runs import Net, differences, fingerprint, fit, load
 
 SETTINGS: dict[str, Any] = {"max_epochs": 3, "accumulate_grad_batches": 2, "val_check_interval": 3}
 pytestmark = pytest.mark.usefixtures("interruptible")
-ENDS = {signal.SIGTERM: SIGTERMException, signal.SIGINT: SystemExit}
+ENDS = {
+    signal.SIGTERM: SIGTERMException,
+    signal.SIGINT: SystemExit,
+    signal.SIGHUP: SIGTERMException,
+    signal.SIGUSR1: SIGTERMException,
+}
 
 
 class Struck(Net):
@@ -114,3 +121,69 @@ def test_off(tmp_path: Path) -> None:
     with pytest.raises(SIGTERMException):
         fit(net, [ExactResume(), last], loader(), tmp_path, seed=1, **SETTINGS)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_validation_ends_at_its_next_batch_and_runs_again_on_resume(
+    tmp_path: Path, whole: tuple[Net, dict[str, Any]]
+) -> None:
+    folder, settings = tmp_path / "run", {**SETTINGS, "val": loader(shuffle=False)}
+    net = Struck("validation", 2, signal.SIGTERM)
+    seen: list[int] = []
+    net.on_validation_batch_end = lambda *_: seen.append(1)  # type: ignore[method-assign]
+    with pytest.raises(SIGTERMException):
+        fit(net, callbacks(folder), loader(), tmp_path, seed=1, **settings)
+    assert len(seen) <= 2  # of more batches
+    assert find_checkpoint(folder / "last.ckpt").global_step > 0
+    rest = Net()
+    trainer = fit(rest, callbacks(folder), loader(), tmp_path, seed=2, resume=folder / "last.ckpt", **settings)
+    assert net.seen + rest.seen == whole[0].seen
+    assert differences(whole[1], fingerprint(rest, trainer)) == []
+
+
+def test_a_signal_to_the_group_leaves_the_loaders_workers_alone(tmp_path: Path) -> None:
+    """What a terminal does at Ctrl-C and a scheduler at the end of a job's time."""
+    script = tmp_path / "group.py"
+    script.write_text(GROUP.format(folder=tmp_path / "run"), encoding="utf-8")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        process = subprocess.Popen([sys.executable, script], start_new_session=True, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "training" in line:
+                break
+        os.killpg(process.pid, number)
+        rest = process.stdout.read()
+        process.wait(timeout=60)
+        assert "stopping after this window" in rest
+        assert "ended by SystemExit" in rest or "ended by SIGTERMException" in rest, rest
+        assert find_checkpoint(tmp_path / "run" / "last.ckpt").global_step >= 2
+
+
+GROUP = """
+import time, sys
+import lightning as L, torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning_fuse import Fuse
+from lightning_fuse.callbacks.last_checkpoint import LastCheckpoint
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+    def training_step(self, batch, batch_idx):
+        if self.global_step == 2:
+            print("training", flush=True)
+        time.sleep(0.02)
+        return self.layer(batch).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+loader = torch.utils.data.DataLoader(torch.randn(4000, 4), batch_size=4, num_workers=2)
+trainer = L.Trainer(
+    max_epochs=1, accelerator="cpu", logger=False, enable_progress_bar=False,
+    enable_model_summary=False, callbacks=[Fuse(), LastCheckpoint("{folder}", every=1000)],
+)
+try:
+    trainer.fit(Net(), loader)
+except (SystemExit, SIGTERMException) as error:
+    print("ended by", type(error).__name__, flush=True)
+"""
