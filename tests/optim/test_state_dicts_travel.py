@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from lightning_fuse import FusedAdamW, FusedLion, FusedSGD, LoadOptions
+from lightning_fuse import FusedAdam, FusedAdamW, FusedAdEMAMix, FusedLAMB, FusedLARS, FusedLion, FusedSGD, LoadOptions
 from lightning_fuse.formats import MASTERS, STATE_FORMATS
 from lightning_fuse.optim import FusedOptimizer
 
@@ -108,7 +108,18 @@ def test_torchs_state_dict_functions_keep_every_bit(kind: tuple[str, torch.dtype
     check_same(state_bits(resumed, other), state_bits(optimizer, model))
 
 
-@pytest.mark.parametrize("make", [FusedLion, lambda p, **kw: FusedSGD(p, momentum=0.9, **kw)], ids=["lion", "sgd"])
+OTHER_RULES: dict[str, Any] = {
+    "adam": FusedAdam,
+    "amsgrad": lambda p, **kw: FusedAdamW(p, amsgrad=True, **kw),
+    "sgd": lambda p, **kw: FusedSGD(p, momentum=0.9, **kw),
+    "lion": FusedLion,
+    "lars": FusedLARS,
+    "lamb": FusedLAMB,
+    "ademamix": FusedAdEMAMix,
+}
+
+
+@pytest.mark.parametrize("make", OTHER_RULES.values(), ids=OTHER_RULES)
 @pytest.mark.parametrize("how", ["as it is", "flattened"])
 def test_the_same_of_other_rules(make: Any, how: str) -> None:
     models = [Tower(seed=0), Tower(seed=1)]
