@@ -3,9 +3,9 @@
     PYTHONPATH=CHECKOUT python tests/assets/make_state_file.py OUT && gzip -9 -n OUT
 
 state_v1.pt.gz was written by the last commit before format version 2, the others by a commit of their version. Every
-later version reads them (tests/optim/test_old_files.py); when the format version goes up, another file joins them, and
-none is ever written again. Beside weights and state a file holds what its own package read back of them: float32
-moments in the rule's order, then the weight, stacked.
+later version reads them (tests/optim/checkpoint/test_schema.py); when the format version goes up, another file joins
+them, and none is ever written again. Beside weights and state a file holds what its own package read back of them:
+float32 moments in the rule's order, then the weight, stacked.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from lightning_fuse import FusedAdamW, FusedSGD
 from lightning_fuse.formats import STATE_FORMATS, DitherKey
 from lightning_fuse.formats.format import encode_moments
 from lightning_fuse.rules import RULES
+from tests.optim.checkpoint.test_refusals import refuse
 from tests.optim.models import bits, groups_of, parameters, same_bits, train
-from tests.optim.test_refusals import refuse
 from tests.rules.rule_table import CASES
 
 EVERY_RULE = pytest.mark.parametrize("rule", CASES)

@@ -16,8 +16,8 @@ from lightning_fuse.formats.rounding import bits_to_float, float_bits
 from lightning_fuse.optim import FusedLion, FusedOptimizer
 from lightning_fuse.rules import RULES
 from tests.formats.values import largest_of_block
+from tests.optim.checkpoint.test_refusals import refuse
 from tests.optim.models import bits, parameters, same_bits, train
-from tests.optim.test_refusals import refuse
 from tests.rules.rule_table import CASES
 from tests.tolerances import CODEC_BOUNDS, U, int8_quotient_bound
 

@@ -227,7 +227,7 @@ def test_a_zero_redundancy_optimizer_of_another_format_is_refused_at_its_step(on
 
 TWO_RANKS = """
 import copy, json, sys, torch, torch.distributed as dist, torch.multiprocessing as mp
-from tests.optim.test_state_dicts_travel import Tower, sharded, train
+from tests.optim.checkpoint.test_in_other_hands import Tower, sharded, train
 
 def work(rank, folder):
     dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 2), rank=rank, world_size=2)

@@ -13,8 +13,8 @@ from torch.nn import Parameter
 from lightning_fuse import FusedAdam, FusedAdamW, FusedLion, FusedSGD, LoadOptions
 from lightning_fuse.formats import STATE_FORMATS
 from lightning_fuse.optim import FusedOptimizer, to_torch_state
+from tests.optim.checkpoint.test_refusals import refuse
 from tests.optim.models import as_version_3, bits, give_gradients, parameters, same_bits, train
-from tests.optim.test_refusals import refuse
 
 CONVERT = LoadOptions(formats="convert")
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lightning_fuse import FusedAdamW, FusedSGD, LoadOptions
 from lightning_fuse.optim import FusedOptimizer
+from tests.optim.checkpoint.test_refusals import refuse
 from tests.optim.models import bits, give_gradients, parameters, same_bits, train
-from tests.optim.test_refusals import refuse
 
 NAN, INF = float("nan"), float("inf")
 Spoil = Callable[[dict[str, Tensor]], Any]

@@ -10,8 +10,8 @@ from torch.nn import Parameter
 
 from lightning_fuse import FusedAdamW, LoadOptions
 from lightning_fuse.optim import FusedOptimizer
+from tests.optim.checkpoint.test_refusals import refuse
 from tests.optim.models import bits, parameters, same_bits, train
-from tests.optim.test_refusals import refuse
 
 
 def trained(names: dict[str, str] | None = None, **settings: Any) -> tuple[FusedOptimizer, dict[str, Parameter]]:

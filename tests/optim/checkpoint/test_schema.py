@@ -25,7 +25,7 @@ from tests.formats.values import largest_of_block
 from tests.optim.models import same_bits
 from tests.tolerances import INT8_READ_ANEW, U, int8_quotient_bound, int8_unsigned_bound
 
-ASSETS = Path(__file__).resolve().parents[1] / "assets"
+ASSETS = Path(__file__).resolve().parents[2] / "assets"
 VERSIONS = range(1, FORMAT_VERSION + 1)
 KINDS = ("fp32", "bf16", "int8", "amsgrad", "momentum", "copy", "split", "split8")
 CONVERT = LoadOptions(formats="convert")
