@@ -37,14 +37,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils._pytree import tree_map
 
 from lightning_fuse.callbacks.epoch_metrics import EpochMetricsRestorer, capture_epoch_metrics
-from lightning_fuse.callbacks.loader_state import (
-    is_resumable_loader,
-    loader_shape,
-    loader_states,
-    other_workers,
-    restore_loaders,
-    training_loaders,
-)
+from lightning_fuse.callbacks.loader_state import loader_shape, loader_states, restore_loaders
+from lightning_fuse.callbacks.loader_workers import is_resumable_loader, other_workers
 from lightning_fuse.callbacks.loop_position import BETWEEN, LoopPosition, position_of, prepare_loops, settle_loops
 from lightning_fuse.callbacks.random_state import capture_random_state, restore_random_state
 from lightning_fuse.callbacks.resume_settings import Numbers, hyperparameters, override_keys, schedule_settings, settle
@@ -52,6 +46,15 @@ from lightning_fuse.callbacks.trainable_state import capture_trainable, restore_
 from lightning_fuse.optim import FusedOptimizer, LoadOptions
 from lightning_fuse.plugins import contract_of
 from lightning_fuse.plugins.atomic_checkpoint import AtomicCheckpointIO
+from lightning_fuse.plugins.lightning_compat import (
+    add_callback_metrics,
+    data_fetcher,
+    data_source,
+    loaded_checkpoint,
+    set_data_source,
+    training_loaders,
+    window_is_open,
+)
 from lightning_fuse.records.manifest import installed_versions
 from lightning_fuse.registry import unknown_name
 
@@ -134,7 +137,7 @@ class ExactResume(Callback):
 
     def _fetched_ahead(self, trainer: pl.Trainer) -> list[Any]:
         """Batches that Lightning took from a loader of unknown length before it needed them."""
-        ahead = list(getattr(trainer.fit_loop._data_fetcher, "batches", []))
+        ahead = list(getattr(data_fetcher(trainer), "batches", []))
         if not _is_plain(ahead):
             self._warn("the batch fetched ahead holds more than tensors and numbers; a resumed run leaves it out")
             return []
@@ -149,8 +152,7 @@ class ExactResume(Callback):
         self._configured = None
         if stage == "fit":
             self._note_optimizers(trainer)
-            source = trainer.fit_loop._data_source
-            trainer.fit_loop._data_source = _ResumableSource(source, self._make_resumable)
+            set_data_source(trainer, _ResumableSource(data_source(trainer), self._make_resumable))
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -188,7 +190,7 @@ class ExactResume(Callback):
         if trainer.ckpt_path is None or trainer.strategy.restore_checkpoint_after_setup:
             self._configured = None
             return
-        loaded: Any = trainer._checkpoint_connector._loaded_checkpoint
+        loaded: Any = loaded_checkpoint(trainer)
         loaded.pop("state_dict", None)  # in the model by now; its memory is wanted
         if self.mode == "weights_only":
             loaded.clear()  # Lightning then restores nothing more
@@ -247,7 +249,7 @@ class ExactResume(Callback):
             self._warn("the checkpoint was saved inside a batch, when an exception struck; that batch is left out")
         # Lightning has none of these after a resume, and a plateau scheduler may ask before the next validation.
         metrics = {name: torch.tensor(value) for name, value in state["metrics"].items()}
-        trainer._logger_connector._callback_metrics.update(metrics)
+        add_callback_metrics(trainer, metrics)
         mine = self._of_this_rank(trainer, state["ranks"])
         if mine is not None:
             _restore_gradients(pl_module, mine["gradients"])
@@ -353,7 +355,7 @@ def _open_gradients(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
     module = trainer.lightning_module
     # In manual optimization only the module knows what of it a later step will use.
     if module.automatic_optimization:
-        if not trainer.fit_loop._should_accumulate():
+        if not window_is_open(trainer):
             return {}
         if contract_of(trainer) is not None and trainer.world_size == 1:
             return {}  # the precision plugin keeps them, of one rank

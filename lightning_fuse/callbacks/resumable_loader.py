@@ -23,7 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.stateful import Stateful
 
-from lightning_fuse.callbacks.loader_state import LoaderHabits, LoaderPosition, position_in
+from lightning_fuse.callbacks.loader_workers import LoaderHabits, LoaderPosition, position_in
 from lightning_fuse.callbacks.random_state import capture_random_state, kept_random_state, restore_random_state
 
 # Samplers of torch draw an epoch's whole order when it begins, so running them again gives the same order.
