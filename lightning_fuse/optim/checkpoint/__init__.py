@@ -8,7 +8,7 @@
 ``convert``          one parameter's state from any format to any other
 ``sharded``          the part of a state that lies on one rank
 ``torch_state``      states that do not say what they are: torch's own
-``foreign``          bitsandbytes' states, put into torch's words
+``foreign``          bitsandbytes' states, given torch's keys
 ``export``           our state for torch's own optimizers
 ``rebuild``          a whole state dict in another format, without the run it came from
 

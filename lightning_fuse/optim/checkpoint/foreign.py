@@ -1,4 +1,4 @@
-"""State dicts of others: bitsandbytes' are put into torch's words, so that one reader does for both.
+"""bitsandbytes' state dicts, given torch's keys, so that one reader does for both.
 
 bitsandbytes keeps, per parameter and possibly nested under one key more, ``state1`` and ``state2`` (Adam's moments, or
 the momentum of SGD and Lion alone). Its 32-bit state is the values; its 8-bit state is one byte per element that points
@@ -107,7 +107,7 @@ def _flat(held: Any) -> Mapping[str, Any]:
 
 
 def _group(group: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """A group in the words of torch's AdamW and SGD; bitsandbytes' SGD calls its momentum betas[0]."""
+    """A group with the keys of torch's AdamW and SGD; bitsandbytes' SGD calls its momentum betas[0]."""
     words = {"amsgrad": False, "momentum": group["betas"][0], "dampening": 0.0, "nesterov": False, **group}
     kept = {key: words[key] for key in words if key in known or key in ("params", "param_names", "initial_lr")}
     return {**kept, "decoupled_weight_decay": True}

@@ -151,19 +151,16 @@ class LoadPlan:
 
     def _part_from_own(self, state: Mapping[Any, Any]) -> None:
         """Copies what another parameter's state here will overwrite: a live state dict, under other names."""
-        owner: dict[int, Any] = {}
+        owner: dict[int | None, Any] = {}
         for p, held in state.items():
             for tensor in held.values() if isinstance(p, Tensor) else ():
                 if isinstance(tensor, Tensor) and tensor.numel():
-                    # A wrapper subclass, such as a DTensor, has no address of its own.
-                    owner[tensor.data_ptr() if type(tensor) is Tensor else id(tensor)] = p
+                    owner[tensor.data_ptr() if type(tensor) is Tensor else local_part(tensor).data_ptr()] = p
         for item in self.items if owner else ():
             source: Any = item.state
             # Not by asking for each: a dict may map tensors from a file when it is asked for them.
             for value in dict.values(source) if isinstance(source, dict) else source.values():
-                if not isinstance(value, Tensor) or not value.numel():
-                    continue
-                place = value.data_ptr() if type(value) is Tensor else id(value)
+                place = value.data_ptr() if type(value) is Tensor and value.numel() else None
                 if owner.get(place, item.spec.param) is not item.spec.param:
                     item.state = _copied(dict(source.items()), item.spec.param.device)
                     break
@@ -217,7 +214,7 @@ def _plan(into: Destination, state_dict: Mapping[str, Any], options: LoadOptions
         if spec.shard is not None or any(map(isinstance, raw, repeat(dtensor))):
             held = local_state(spec, held)
         items.append(_plan_item(spec, index, held, formats.get(index), options))
-    beside = {key: state[key] for key in state.keys() - matching.listed}
+    beside = {key: value for key, value in state.items() if key not in matching.listed}
     return LoadPlan(changes, matching.names, items, matching.left_out, beside)
 
 
@@ -266,6 +263,8 @@ def _plan_own(item: LoadItem, saved: SavedFormat | None, options: LoadOptions) -
     item.exact = layout.codecs is spec.codecs
     wanted: Mapping[str, Any] = spec.tensors if item.exact else _tensors_of(layout, spec.local_shape)
     kept: dict[str, Tensor] = {}
+    if "step" not in item.state:
+        raise _incomplete(item, "step")
     for key, part in wanted.items():
         if key == "step":
             continue
@@ -307,7 +306,7 @@ def _other_format(spec: ParamSpec, saved: SavedFormat) -> ValueError:
     return ValueError(
         f"checkpoint holds {word} {was!r} for {spec.name}, this run asks for {asked!r}: resume with "
         f'{word}={was}, let it be converted with LoadOptions(formats="convert") (train.py: '
-        "restore.formats=convert), or convert first with scripts/convert_checkpoint.py"
+        "restore.formats=convert), or convert the file first with lightning-fuse convert"
     )
 
 
@@ -331,14 +330,18 @@ def _unfit(item: LoadItem, layout: StateLayout, key: str, part: Any, options: Lo
         return reshaped(spec, shapes.pop(), options)
     tensor = state.get(key)
     if tensor is None:
-        raise ValueError(
-            f"checkpoint holds {sorted(map(str, state))} for {spec.name}, expected {key} beside them: it is damaged; "
-            "load another one"
-        )
+        raise _incomplete(item, key)
     got = (tuple(tensor.shape), tensor.dtype) if isinstance(tensor, Tensor) else type(tensor).__name__
     raise ValueError(
         f"checkpoint holds {key} of {spec.name} as {got}, expected {(tuple(part.shape), part.dtype)}: it is damaged, "
         "or the parameter had another shape when it was saved"
+    )
+
+
+def _incomplete(item: LoadItem, key: str) -> ValueError:
+    return ValueError(
+        f"checkpoint holds {sorted(map(str, item.state))} for {item.spec.name}, expected {key} beside them: it is "
+        "damaged; load another one"
     )
 
 

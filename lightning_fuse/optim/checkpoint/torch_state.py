@@ -1,4 +1,4 @@
-"""States that do not say what they are: torch's own optimizers', and bitsandbytes' in the same words."""
+"""States that do not say what they are: those of torch's own optimizers, and bitsandbytes' under the same keys."""
 
 from __future__ import annotations
 

@@ -93,6 +93,7 @@ def of(saved: dict[str, Any]) -> dict[str, Any]:
 
 
 CORRUPT: dict[str, Spoil] = {
+    "the step is missing": lambda s: of(s).pop("step"),
     "a tensor is missing": lambda s: of(s).pop("exp_avg.scale"),
     "another shape": lambda s: of(s).update({"exp_avg.codes": torch.zeros(4, 3, 6, dtype=torch.int8)}),
     "another dtype": lambda s: of(s).update({"exp_avg.codes": torch.zeros(4, 3, 5)}),
