@@ -29,6 +29,7 @@ from lightning_fuse.registry import unknown_name
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+STRATEGIES = ("auto", "ddp")
 # Whose optimizer a factory is, by the package it comes from.
 FAMILIES = {"lightning_fuse": "fused", "torch": "torch", "bitsandbytes": "bnb"}
 
@@ -188,6 +189,7 @@ def _check_words(cfg: DictConfig) -> None:
         ("master weight format", [cfg.master], MASTERS),
         ("kernel", [cfg.kernel], (AUTO, *KERNELS)),
         ("precision", [str(cfg.precision)], PRECISIONS),
+        ("strategy", [cfg.strategy], STRATEGIES),
     ):
         for word in words:
             if word not in known:

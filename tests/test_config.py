@@ -170,18 +170,21 @@ def test_an_optimizer_is_called_as_its_file(path: Path) -> None:
     assert str(cfg._target_).split(".")[0] in FAMILIES
 
 
-@pytest.mark.parametrize("group", ["kernel", "master", "precision", "strategy"])
-def test_a_group_of_one_value_is_called_as_its_file(group: str) -> None:
-    for path in (CONF / group).glob("*.yaml"):
-        assert OmegaConf.load(path)[group] == path.stem
+def test_every_state_format_has_a_file() -> None:
+    assert {path.stem for path in (CONF / "state").glob("*.yaml")} == set(STATES)
 
 
 @pytest.mark.parametrize(
-    ("group", "words"),
-    [("state", STATES), ("master", MASTERS), ("precision", PRECISIONS), ("kernel", (AUTO, *KERNELS))],
+    ("key", "words"),
+    [("master", (*MASTERS,)), ("precision", PRECISIONS), ("kernel", (AUTO, *KERNELS)), ("strategy", ("auto", "ddp"))],
 )
-def test_every_word_of_the_package_has_a_file(group: str, words: tuple[str, ...]) -> None:
-    assert {path.stem for path in (CONF / group).glob("*.yaml")} == set(words)
+def test_a_word_is_known_or_refused_with_the_closest(key: str, words: tuple[str, ...]) -> None:
+    comment = next(line for line in (CONF / "config.yaml").read_text().splitlines() if line.startswith(f"{key}:"))
+    for word in words:
+        assert composed(f"{key}={word}")[key] == word
+        assert word in comment
+    with pytest.raises(ConfigError, match=f"{key}.*'{words[-1]}x'; known: .*did you mean '{words[-1]}'"):
+        check(composed(f"{key}={words[-1]}x"))
 
 
 def test_a_recipe_brings_its_own_choices_and_gives_way_to_the_users() -> None:
