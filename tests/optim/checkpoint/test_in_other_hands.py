@@ -161,6 +161,38 @@ def test_another_order_of_parameters_does_not_swap_moments() -> None:
     check_same(state_bits(again, other), state_bits(optimizer, model))
 
 
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
+def test_names_that_a_wrapper_gave(prefix: str) -> None:
+    """torch's functions take them off; this optimizer's order is the right one then."""
+
+    def make(seed: int) -> tuple[Tower, FusedOptimizer]:
+        model = Tower(seed=seed)
+        return model, FusedAdamW([(prefix + name, p) for name, p in model.named_parameters()], lr=1e-2, state="int8")
+
+    (model, optimizer), (other, resumed) = make(0), make(1)
+    train(model, optimizer, range(3))
+    weights, saved = copy.deepcopy(get_state_dict(model, optimizer))
+    set_state_dict(other, resumed, model_state_dict=weights, optim_state_dict=saved)
+    check_same(state_bits(resumed, other), state_bits(optimizer, model))
+
+
+@pytest.mark.parametrize("how", ["as it is", "flattened"])
+def test_two_optimizers_of_one_model(how: str) -> None:
+    def make(seed: int) -> tuple[Tower, list[FusedOptimizer]]:
+        model = Tower(seed=seed)
+        first = FusedAdamW(model.body[0].named_parameters(), lr=1e-2, state="int8")
+        return model, [first, FusedLion(model.body[1].named_parameters(), lr=1e-3, state="bf16")]
+
+    (model, optimizers), (other, resumed) = make(0), make(1)
+    for step in range(2):
+        for optimizer in optimizers:
+            train(model, optimizer, range(step, step + 1))
+    weights, saved = copy.deepcopy(get_state_dict(model, optimizers, options=OPTIONS[how]))
+    set_state_dict(other, resumed, model_state_dict=weights, optim_state_dict=saved, options=OPTIONS[how])
+    for mine, theirs in zip(resumed, optimizers, strict=True):
+        check_same(state_bits(mine, other), state_bits(theirs, model))
+
+
 @pytest.mark.parametrize("how", ["as it is", "flattened"])
 @pytest.mark.parametrize(
     ("saved", "here"),
