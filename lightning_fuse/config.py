@@ -182,24 +182,24 @@ def _family(target: str) -> str:
 
 
 def _check_words(cfg: DictConfig) -> None:
-    """Words that Hydra cannot check, because they are values of a key that a group's file sets."""
-    formats = [cfg.state.format, *(cfg.state.patterns or {}).values()]
+    """Words of the package's own tables, which files from outside may have added to."""
+    formats = {f"state.patterns.{pattern}": word for pattern, word in (cfg.state.patterns or {}).items()}
     for kind, words, known in (
-        ("state format", formats, STATE_FORMATS),
-        ("master weight format", [cfg.master], MASTERS),
-        ("kernel", [cfg.kernel], (AUTO, *KERNELS)),
-        ("precision", [str(cfg.precision)], PRECISIONS),
-        ("strategy", [cfg.strategy], STRATEGIES),
+        ("state format", {"state.format": cfg.state.format, **formats}, STATE_FORMATS),
+        ("master weight format", {"master": cfg.master}, MASTERS),
+        ("kernel", {"kernel": cfg.kernel}, (AUTO, *KERNELS)),
+        ("precision", {"precision": str(cfg.precision)}, PRECISIONS),
+        ("strategy", {"strategy": cfg.strategy}, STRATEGIES),
     ):
-        for word in words:
+        for key, word in words.items():
             if word not in known:
-                raise ConfigError(unknown_name(kind, word, known))
+                raise ConfigError(f"{key}={word}: {unknown_name(kind, word, known)}")
 
 
 def _check_recipe(cfg: DictConfig) -> None:
     """Model and data must be those that the recipe's module understands."""
-    for group in ("model", "data"):
-        wanted, given = cfg.recipe.requires[group], cfg[group]._target_
+    for group, wanted in (cfg.recipe.get("requires") or {}).items():
+        given = cfg[group]._target_
         if wanted.target != given:
             words = tuple(f"{group}={word}" for word in wanted.words)
             raise ConfigError(f"recipe={cfg.recipe.name} cannot use {group} {given}; use {_listed(words)}", words)
