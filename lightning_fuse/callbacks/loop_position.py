@@ -14,8 +14,7 @@ mid-epoch where ``max_steps`` stopped     the rest of the epoch is left out     
 after any of these                        ``ReduceLROnPlateau`` misses its update       it gets it
 ========================================  ============================================  ==============================
 
-This is the one module that knows the private names of Lightning's loops. What has no such name in the installed version
-is left to Lightning.
+Where the installed version does not tell the stages of a restart apart, resuming is left to Lightning.
 """
 
 from __future__ import annotations
@@ -25,6 +24,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+
+from lightning_fuse.plugins.lightning_compat import (
+    answer_validation,
+    not_restarting,
+    nothing_to_restart,
+    restart_on_last_batch,
+    restarts_by_stage,
+    should_validate,
+)
 
 
 class LoopPosition(enum.Enum):
@@ -98,90 +106,52 @@ def settle_loops(trainer: pl.Trainer, place: LoopPosition) -> None:
         trainer: Its fit loop has been restored, reset and not yet advanced.
         place: What ``position_of`` said of the checkpoint.
     """
-    fit_loop: Any = trainer.fit_loop
-    if not hasattr(fit_loop, "_restart_stage"):
+    if not restarts_by_stage(trainer):
         return
     if place in BETWEEN:
-        _begin_next_epoch(fit_loop, place)
+        _begin_next_epoch(trainer, place)
         return
     if place is LoopPosition.START:
         # The epoch loop would look for a validation to leave out.
-        _nothing_to_restart(fit_loop.epoch_loop)
+        nothing_to_restart(trainer.fit_loop.epoch_loop)
     elif place is LoopPosition.BATCH_END:
-        _finish_batch(fit_loop)
+        _finish_batch(trainer)
     elif place is LoopPosition.VALIDATION_END:
         # The loop, asked whether it is time to validate, then leaves out the validation that was done.
-        _answer_validation(fit_loop.epoch_loop, True, times=2)
+        answer_validation(trainer, True, times=2)
     elif place is LoopPosition.CUT:
         # Its last batch has been followed by everything that follows a batch.
-        _answer_validation(fit_loop.epoch_loop, False, times=1)
-    # Only the loop itself, not those inside: it looks at this flag when its epoch ends, and would leave out the
-    # plateau schedulers.
-    fit_loop._restarting = False
+        answer_validation(trainer, False, times=1)
+    not_restarting(trainer.fit_loop)
 
 
-def _begin_next_epoch(fit_loop: Any, place: LoopPosition) -> None:
-    epoch_loop = fit_loop.epoch_loop
+def _begin_next_epoch(trainer: pl.Trainer, place: LoopPosition) -> None:
+    fit_loop: Any = trainer.fit_loop
     trackers = (fit_loop.epoch_progress.total, fit_loop.epoch_progress.current)
     if place is LoopPosition.EPOCH_END:
         # What comes between the hook at an epoch's end and counting the epoch as completed.
         for tracker in trackers:
             tracker.completed = tracker.ready - 1
-        epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+        fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
     for tracker in trackers:
         tracker.started = tracker.processed = tracker.completed = tracker.ready
     # So that the next epoch begins like any other, with a new iterator of the loader.
-    _nothing_to_restart(fit_loop)
-    _nothing_to_restart(epoch_loop)
+    nothing_to_restart(fit_loop)
+    nothing_to_restart(fit_loop.epoch_loop)
 
 
-def _nothing_to_restart(loop: Any) -> None:
-    """Takes the marks of a restart off a loop and those right inside it."""
-    for one in (loop, *(inner for inner in vars(loop).values() if hasattr(inner, "_restarting"))):
-        one._restarting = one._loaded_from_state_dict = one._resuming_from_checkpoint = False
-        one.reset_restart_stage()
-
-
-def _finish_batch(fit_loop: Any) -> None:
+def _finish_batch(trainer: pl.Trainer) -> None:
     """Makes the epoch loop do what it does after a batch: validate if it is time, end the epoch after the last."""
+    fit_loop: Any = trainer.fit_loop
     epoch_loop = fit_loop.epoch_loop
-    fetcher, last = fit_loop._data_fetcher, epoch_loop.batch_progress.is_last_batch
+    last = epoch_loop.batch_progress.is_last_batch
     if last:
         # Lightning has just counted the epoch as over, which its validation and its end are not.
         for tracker in (fit_loop.epoch_progress.total, fit_loop.epoch_progress.current):
             tracker.processed = tracker.completed = tracker.ready - 1
-    validate = epoch_loop._should_check_val_fx(fetcher)
-    if not (validate or last):
+    validates = should_validate(trainer)
+    if not (validates or last):
         return
     epoch_loop.batch_progress.increment_completed()
-    epoch_loop._restart_stage = "restarted_on_last"
-    if validate:
-        # The loop takes this for a validation that was interrupted, and runs it before it trains on.
-        epoch_loop.val_loop._restart_stage = "restarted_mid_evaluation"
-        epoch_loop.val_loop._restarting = False
-        _answer_validation(epoch_loop, True, times=2)
-    else:
-        fetcher.done = True
-        epoch_loop._batches_that_stepped += not epoch_loop._should_accumulate()
-        _answer_validation(epoch_loop, False, times=1)
-
-
-def _answer_validation(epoch_loop: Any, answer: bool, times: int) -> None:
-    """Settles what the loop is told the next times that it asks whether to validate.
-
-    It asks twice about the batch that it was resumed at, and asking may have consequences: the step contract remembers
-    a validation that waits for its window to close.
-    """
-    name = "_should_check_val_fx"
-    own, left = vars(epoch_loop).get(name), [answer] * times
-
-    def answered(data_fetcher: Any) -> bool:
-        if left:
-            return left.pop()
-        if own is None:
-            delattr(epoch_loop, name)
-        else:
-            setattr(epoch_loop, name, own)
-        return getattr(epoch_loop, name)(data_fetcher)
-
-    setattr(epoch_loop, name, answered)
+    restart_on_last_batch(trainer, validates=validates)
+    answer_validation(trainer, validates, times=2 if validates else 1)

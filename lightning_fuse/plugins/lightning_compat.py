@@ -177,6 +177,75 @@ def set_data_source(trainer: pl.Trainer, source: Any) -> None:
     trainer.fit_loop._data_source = source
 
 
+# Restarts.
+
+
+def restarts_by_stage(trainer: pl.Trainer) -> bool:
+    """Whether this Lightning tells the stages of a restart apart."""
+    return hasattr(trainer.fit_loop, "_restart_stage")
+
+
+def not_restarting(loop: Any) -> None:
+    """Takes the mark of a restart off a loop alone; it leaves out plateau schedulers where it ends an epoch with it."""
+    loop._restarting = False
+
+
+def nothing_to_restart(loop: Any) -> None:
+    """Takes the marks of a restart off a loop and those right inside it."""
+    for one in (loop, *(inner for inner in vars(loop).values() if hasattr(inner, "_restarting"))):
+        one._restarting = one._loaded_from_state_dict = one._resuming_from_checkpoint = False
+        one.reset_restart_stage()
+
+
+def should_validate(trainer: pl.Trainer) -> bool:
+    """Asks the epoch loop whether it is time to validate."""
+    return bool(trainer.fit_loop.epoch_loop._should_check_val_fx(data_fetcher(trainer)))
+
+
+def restart_on_last_batch(trainer: pl.Trainer, *, validates: bool) -> None:
+    """Lets the epoch loop do what is left after a batch.
+
+    Args:
+        trainer: Resumed at a batch that has been trained on.
+        validates: Whether a validation is due; without one, the batch is its epoch's last.
+    """
+    epoch_loop: Any = trainer.fit_loop.epoch_loop
+    epoch_loop._restart_stage = "restarted_on_last"
+    if validates:
+        # The loop takes this for a validation that was interrupted, and runs it before it trains on.
+        epoch_loop.val_loop._restart_stage = "restarted_mid_evaluation"
+        epoch_loop.val_loop._restarting = False
+    else:
+        data_fetcher(trainer).done = True
+        epoch_loop._batches_that_stepped += not epoch_loop._should_accumulate()
+
+
+def answer_validation(trainer: pl.Trainer, answer: bool, times: int) -> None:
+    """Overrides the next checks for validation.
+
+    The loop checks twice for the batch that it was resumed at, and a check may have consequences: the step contract
+    remembers a validation that waits for its window to close.
+
+    Args:
+        trainer: Resumed.
+        answer: What the epoch loop is told.
+        times: How often, before it is asked itself again.
+    """
+    epoch_loop, name = trainer.fit_loop.epoch_loop, "_should_check_val_fx"
+    own, left = vars(epoch_loop).get(name), [answer] * times
+
+    def answered(fetcher: Any) -> bool:
+        if left:
+            return left.pop()
+        if own is None:
+            delattr(epoch_loop, name)
+        else:
+            setattr(epoch_loop, name, own)
+        return bool(getattr(epoch_loop, name)(fetcher))
+
+    setattr(epoch_loop, name, answered)
+
+
 # Checkpoints, metrics and signals.
 
 
