@@ -183,7 +183,9 @@ def _bytes(ledger: Ledger, words: str, activations: int | None) -> Section:
     title = f"{ledger.elements:,} parameters: {words}" + (f", shards={ledger.shards}" if ledger.shards > 1 else "")
     notes = [*ledger.notes]
     if ledger.shards > 1:
-        notes.append("for planning: this version steps no sharded parameters (FSDP, tensor parallel)")
+        notes.append(
+            "shards as FSDP2's fully_shard makes them, along dimension 0, in a loop of yours; train has strategy=auto and ddp"
+        )
     return Section(
         title, ("what", "bytes", "per parameter", ""), cells, (*notes, f"not counted: {'; '.join(NOT_COUNTED)}")
     )

@@ -212,7 +212,7 @@ def test_the_ledger_says_what_this_version_does(capsys: pytest.CaptureFixture[st
     assert main(["params=1e6", "shards=4", "state=int8", "activations=1e6"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert ("not counted │" in shown) == ("triton" not in KERNELS)
-    assert "steps no sharded parameters" in shown
+    assert "as FSDP2's fully_shard makes them" in shown
     assert "peak of a step" in shown
 
 
