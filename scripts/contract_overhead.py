@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn import Parameter
 
-import lightning_fuse.step.verdict as verdict
+import lightning_fuse.step.grad_stats as grad_stats
 from lightning_fuse.optim import FusedAdamW
 from lightning_fuse.step import LossScale, StepContract
 
@@ -82,20 +82,20 @@ def _measure(state: str, scaled: bool, rounds: int) -> Overhead:
 
     def step() -> None:
         contract.scale(loss)
-        contract.contribute()
+        contract.accumulate()
         contract.step(optimizer, clip_norm=clip_norm, window=1)
-        contract.settle()
+        contract.update()
 
     for _ in range(3):
         step()
     inside = [0]
     kernel: Any = optimizer._choose_kernel()
-    stock = verdict.sum_of_squares
-    verdict.sum_of_squares, kernel.step = _timed(stock, inside), _timed(kernel.step, inside)
+    stock = grad_stats.global_sum_of_squares
+    grad_stats.global_sum_of_squares, kernel.step = _timed(stock, inside), _timed(kernel.step, inside)
     try:
         found = [_one(step, inside) for _ in range(rounds)]
     finally:
-        verdict.sum_of_squares = stock
+        grad_stats.global_sum_of_squares = stock
         del kernel.step
     host, kernels = min(found)
     return Overhead(f"ours {state}{', scaled and clipped' if scaled else ''}", TENSORS, host / 1e6, kernels / 1e6)

@@ -45,7 +45,7 @@ class ContractHooks(Callback):
         if pl_module.automatic_optimization:
             self.plugin.end_batch(trainer, pl_module)
         else:
-            self.plugin.settle(trainer, pl_module)
+            self.plugin.end_training_step(trainer, pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Validation sees the counts of all steps before it."""

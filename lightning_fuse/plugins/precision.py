@@ -35,7 +35,7 @@ from lightning_fuse.plugins.watching import UnscaledWatch
 from lightning_fuse.plugins.windows import LoopWindows
 from lightning_fuse.plugins.wrapped import WrappedPrecision
 from lightning_fuse.step import StepContract, StepOutcome
-from lightning_fuse.step.verdict import unwrapped
+from lightning_fuse.step.grad_stats import unwrapped
 
 STOCK_KEY = "MixedPrecision"  # where Lightning files a loss scale in a checkpoint
 OUTCOME_HOOK = "on_step_outcome"
@@ -111,7 +111,7 @@ class FusePrecision(WrappedPrecision):
         converted = self._converter.convert(optimizers, names, lr_schedulers, self._step_of_owner)
         if self.contract.policy.on_nonfinite == "step":
             self._converter.keep_nonfinite(converted)
-        self.contract.abandon()
+        self.contract.reset()
         self.contract.names = names
         self._join_loop()
         self._optimizers = converted
@@ -157,9 +157,9 @@ class FusePrecision(WrappedPrecision):
         """
         if not (self._took_its_turn or trainer.fit_loop.epoch_loop._should_accumulate()):
             for index, optimizer in enumerate(self._optimizers):
-                self.contract.veto()
+                self.contract.skip_next()
                 self.contract.step(optimizer, window=self._window(), index=index)
-            self.settle(trainer, model)
+            self.end_training_step(trainer, model)
         if self._windows is not None:
             self._windows.end_batch()
 
@@ -180,7 +180,7 @@ class FusePrecision(WrappedPrecision):
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Counts the micro-batch into the open window."""
         self._watch.end()
-        self.contract.contribute()
+        self.contract.accumulate()
         self._stepped.clear()  # any optimizer may have got gradients for its next step
         return super().post_backward(tensor, module)
 
@@ -228,14 +228,14 @@ class FusePrecision(WrappedPrecision):
         self._stepped.add(optimizer)
         self._took_its_turn = True
         if automatic:
-            self.settle(trainer, model)
+            self.end_training_step(trainer, model)
         return result
 
     def give_up(self) -> None:
         """Leaves nothing behind of a backward that failed; called by ``hooks.py``."""
         self._watch.end()
 
-    def settle(self, trainer: Trainer, model: LightningModule) -> None:
+    def end_training_step(self, trainer: Trainer, model: LightningModule) -> None:
         """Moves the loss scale and tells everybody the outcomes; ends a training step.
 
         Args:
@@ -243,7 +243,7 @@ class FusePrecision(WrappedPrecision):
             model: The module, which is told too.
         """
         waiting = [] if model.automatic_optimization else [o for o in self._optimizers if o not in self._stepped]
-        self._tell_all(trainer, model, self.contract.settle(waiting))
+        self._tell_all(trainer, model, self.contract.update(waiting))
         self._stepped.clear()
 
     def catch_up(self) -> None:
@@ -252,7 +252,7 @@ class FusePrecision(WrappedPrecision):
         if model is None or not self.contract.in_flight:
             return
         trainer = model.trainer
-        self._tell_all(trainer, model, self.contract.collect())
+        self._tell_all(trainer, model, self.contract.flush())
         if model.automatic_optimization:
             # Lightning asked its schedulers when the outcome was not known yet.
             for plateau in (False, True):

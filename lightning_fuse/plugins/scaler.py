@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fuse.step import LossScale
-from lightning_fuse.step.verdict import unwrapped
+from lightning_fuse.step.grad_stats import unwrapped
 
 
 class ScalerView:

@@ -1,10 +1,9 @@
-"""The step contract, free of Lightning: verdict, loss scale, window, outcome."""
+"""The step contract, free of Lightning: the numbers of a step, loss scale, accumulation window, outcome."""
 
+from lightning_fuse.step.accumulation import AccumulationWindow, WindowPolicy
 from lightning_fuse.step.contract import StepContract
 from lightning_fuse.step.loss_scale import LossScale
-from lightning_fuse.step.outcome import REASONS, StepOutcome
-from lightning_fuse.step.policy import NonFiniteGradientError, OnNonfinite
-from lightning_fuse.step.window import AccumulationWindow, WindowPolicy
+from lightning_fuse.step.outcome import REASONS, NonFiniteGradientError, OnNonfinite, StepOutcome
 
 __all__ = [
     "REASONS",

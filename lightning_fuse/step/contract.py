@@ -6,13 +6,13 @@ torch's and others' optimizers the same acts run one after the other in memory, 
 
 Use, in a plain loop or behind a framework::
 
-    contract.scale(loss).backward(); contract.contribute()        for every micro-batch of the window
+    contract.scale(loss).backward(); contract.accumulate()        for every micro-batch of the window
     contract.step(optimizer, clip_norm=1.0, window=4)             for every optimizer
-    outcomes = contract.settle()                                  once: the loss scale moves here
+    outcomes = contract.update()                                  once: the loss scale moves here
 
-On a CPU ``settle`` tells what the steps did. On a GPU nothing is asked of the device: outcomes come one step later,
-from the next ``settle`` or, before a step whose learning rate depends on them, from ``collect``. A policy of "raise",
-or an optimizer that is not ours, has to know before it may step, and waits.
+On a CPU ``update`` tells what the steps did. On a GPU nothing is asked of the device: outcomes come one step later,
+from the next ``update`` or, before a step whose learning rate depends on them, from ``flush``. A policy of "raise", or
+an optimizer that is not ours, has to know before it may step, and waits.
 
 What ``.grad`` holds afterwards: with our optimizers what backward left, still scaled and unclipped, unless ``unscale_``
 or ``clip_norm_`` was called; with others the gradients that were applied. A skip leaves it likewise.
@@ -28,16 +28,19 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_fuse.kernels.shards import local_part
 from lightning_fuse.optim.fused import FusedOptimizer
-from lightning_fuse.step.counters import RunCounters
-from lightning_fuse.step.judgement import judge_known, judge_launched
-from lightning_fuse.step.looks import Look, Looks
+from lightning_fuse.step.accumulation import AccumulationWindow, WindowPolicy
+from lightning_fuse.step.grad_stats import (
+    GradStats,
+    UnscaledGrads,
+    check_max_norm,
+    compute_grad_stats,
+    gradients,
+    unwrapped,
+)
 from lightning_fuse.step.loss_scale import LossScale
-from lightning_fuse.step.outcome import Reason, StepOutcome
-from lightning_fuse.step.policy import OnNonfinite, SkipPolicy
-from lightning_fuse.step.report import Number, StepReport
-from lightning_fuse.step.verdict import check_max_norm, gradients, unwrapped
-from lightning_fuse.step.window import AccumulationWindow, WindowPolicy
+from lightning_fuse.step.outcome import NonFinitePolicy, OnNonfinite, PendingStep, Reason, RunCounters, StepOutcome
 
 
 class StepContract:
@@ -52,10 +55,10 @@ class StepContract:
         deferred: Whether outcomes are read one step later; None: where gradients are on a GPU.
 
     Attributes:
-        last: The outcome of the last step that was settled.
+        last: The outcome of the last step whose outcome is known.
         latest: All outcomes of the last training step that had any.
         policy: What becomes of gradients that are not finite.
-        last_step_ms: Host time of the last optimizer step, verdict included, in milliseconds.
+        last_step_ms: Host time of the last optimizer step, look at the gradients included, in milliseconds.
         names: Names of parameters, for messages about optimizers that were given none.
 
     Raises:
@@ -72,7 +75,7 @@ class StepContract:
         deferred: bool | None = None,
     ) -> None:
         self.loss_scale = loss_scale
-        self.policy = SkipPolicy(on_nonfinite, max_consecutive_skips)
+        self.policy = NonFinitePolicy(on_nonfinite, max_consecutive_skips)
         self.window = AccumulationWindow(window)
         self.deferred = deferred
         self.last: StepOutcome | None = None
@@ -80,7 +83,7 @@ class StepContract:
         self.last_step_ms: float | None = None
         self.names: Mapping[Tensor, str] = {}
         self.counters = RunCounters()
-        self.abandon()
+        self.reset()
 
     @property
     def global_step(self) -> int:
@@ -105,7 +108,7 @@ class StepContract:
     @property
     def in_flight(self) -> int:
         """Steps that have ended and whose outcome nobody has read yet; always 0 on a CPU."""
-        return len(self._sealed)
+        return len(self._in_flight)
 
     def scale(self, loss: Tensor, window: int | None = None) -> Tensor:
         """The loss to call ``backward`` on.
@@ -118,30 +121,30 @@ class StepContract:
         Returns:
             The loss times the loss scale and the micro-batch's weight, where there are any.
         """
-        share = self.window.share(loss.device, window)
-        weighted = loss if share == 1.0 else loss * share
+        weight = self.window.loss_weight(loss.device, window)
+        weighted = loss if weight == 1.0 else loss * weight
         return weighted if self.loss_scale is None else self.loss_scale.scale(weighted)
 
-    def contribute(self) -> None:
+    def accumulate(self) -> None:
         """Counts one micro-batch into the open window, after its backward."""
-        self.window.contribute()
+        self.window.accumulate()
 
-    def veto(self) -> None:
+    def skip_next(self) -> None:
         """Skips the next step, with the reason "user"; no counter of state moves."""
-        self._vetoed = True
+        self._skip_next = True
 
-    def abandon(self) -> None:
+    def reset(self) -> None:
         """Forgets the window and the training step under way: their gradients will not be applied."""
         self.window.close()
-        self._vetoed = False
-        self._looks = Looks()
-        self._pending: list[StepReport] = []  # of the training step under way
-        self._sealed: list[StepReport] = []  # of ended ones, not read yet
+        self._skip_next = False
+        self._unscaled = UnscaledGrads()
+        self._pending: list[PendingStep] = []  # of the training step under way
+        self._in_flight: list[PendingStep] = []  # of ended ones, not read yet
         self._overflow: Tensor | None = None
 
     def is_unscaled(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer's gradients have been unscaled in memory since its last step."""
-        return unwrapped(optimizer) in self._looks
+        return unwrapped(optimizer) in self._unscaled
 
     @torch.no_grad()
     def unscale_(self, optimizer: Optimizer, window: int | None = None) -> None:
@@ -159,7 +162,8 @@ class StepContract:
         optimizer = unwrapped(optimizer)
         grads = gradients(optimizer)
         if grads:
-            self._looks.unscale(optimizer, self._factor(grads[0].device, window))
+            factor = self._factor(grads[0].device, window)
+            self._unscaled.unscale(optimizer, grads, factor, on_host=self._on_host(grads, optimizer))
 
     @torch.no_grad()
     def clip_norm_(self, optimizer: Optimizer, max_norm: float, window: int | None = None) -> None:
@@ -175,10 +179,11 @@ class StepContract:
         """
         check_max_norm(max_norm)
         optimizer = unwrapped(optimizer)
-        if gradients(optimizer):
-            if optimizer not in self._looks:
+        grads = gradients(optimizer)
+        if grads:
+            if optimizer not in self._unscaled:
                 self.unscale_(optimizer, window)
-            self._looks.clip_norm(optimizer, max_norm)
+            self._unscaled.clip(optimizer, grads, max_norm, on_host=self._on_host(grads, optimizer))
 
     @torch.no_grad()
     def step(
@@ -190,7 +195,7 @@ class StepContract:
         index: int = 0,
         where: str = "",
     ) -> None:
-        """Steps one optimizer, or skips it; ``settle`` tells the outcome.
+        """Steps one optimizer, or skips it; ``update`` tells the outcome.
 
         Args:
             optimizer: Ours, or any torch optimizer whose ``step`` needs no closure.
@@ -210,20 +215,20 @@ class StepContract:
             check_max_norm(clip_norm)
         optimizer = unwrapped(optimizer)
         grads = gradients(optimizer)
-        look = self._looks.take(optimizer)
-        if self._vetoed:
-            self._vetoed = False
-            self._report(index, where, "user")
+        earlier = self._unscaled.pop(optimizer)
+        if self._skip_next:
+            self._skip_next = False
+            self._add(index, where, "user")
         elif not grads or (window is not None and self.window.count == 0):
-            self._report(index, where, "no_grad")
+            self._add(index, where, "no_grad")
         else:
-            self._judge_and_step(optimizer, grads, look, clip_norm, window, index, where)
+            self._check_and_step(optimizer, grads, earlier, clip_norm, window, index, where)
         if window is None:
             # The caller's own windows: the next one starts with the next backward.
             self.window.end_soon()
         self.last_step_ms = (perf_counter() - started) * 1e3
 
-    def settle(self, waiting: Iterable[Optimizer] = ()) -> list[StepOutcome]:
+    def update(self, waiting: Iterable[Optimizer] = ()) -> list[StepOutcome]:
         """Ends a training step: the loss scale moves once, whatever number of optimizers stepped.
 
         Args:
@@ -234,9 +239,9 @@ class StepContract:
             One outcome for each ``step`` since the last call, in order; on a GPU those of the training step before.
 
         Raises:
-            NonFiniteGradientError: See ``collect``.
+            NonFiniteGradientError: See ``flush``.
         """
-        known = self.collect()
+        known = self.flush()
         pending, self._pending = self._pending, []
         if self.loss_scale is not None and self._overflow is not None:
             waiting = list(waiting)
@@ -248,12 +253,13 @@ class StepContract:
         if pending:
             self.window.close()
         after = None if self.loss_scale is None else self.loss_scale.tensor()
-        for report in pending:
-            report.seal(after)
-        self._sealed = pending
-        return known if any(self._is_deferred(report) for report in pending) else known + self.collect()
+        for step in pending:
+            step.scale_after = after
+            step.start_copy()
+        self._in_flight = pending
+        return known if any(map(self._is_deferred, pending)) else known + self.flush()
 
-    def collect(self) -> list[StepOutcome]:
+    def flush(self) -> list[StepOutcome]:
         """Reads what ended training steps did, as far as nobody has yet; waits for the device if it has to.
 
         Returns:
@@ -262,14 +268,14 @@ class StepContract:
         Raises:
             NonFiniteGradientError: On a GPU: too many steps in a row were skipped.
         """
-        sealed, self._sealed = self._sealed, []
-        outcomes = [self._outcome(report) for report in sealed]
+        known, self._in_flight = self._in_flight, []
+        outcomes = [self._outcome(step) for step in known]
         if outcomes:
             self.latest, self.last = outcomes, outcomes[-1]
         return outcomes
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters, loss scale and open window as plain data; on a GPU ``collect`` first, to have all steps counted."""
+        """Counters, loss scale and open window as plain data; on a GPU ``flush`` first, to have all steps counted."""
         return {
             "counters": self.counters.state_dict(),
             "window": self.window.state_dict(),
@@ -298,39 +304,38 @@ class StepContract:
 
     # The acts.
 
-    def _judge_and_step(
+    def _check_and_step(
         self,
         optimizer: Optimizer,
         grads: list[Tensor],
-        look: Look | None,
+        earlier: GradStats | None,
         clip_norm: float | None,
         window: int | None,
         index: int,
         where: str,
     ) -> None:
-        device = grads[0].device
-        defer = self._may_defer(device, optimizer)
-        judge = judge_launched if defer or device.type != "cpu" else judge_known
-        judged = judge(grads, None if look is not None else self._factor(device, window), look, clip_norm)
-        found_inf = judged.found_inf
+        unscale = self._factor(grads[0].device, window) if earlier is None else None
+        defer, on_host = self._may_defer(grads, optimizer), self._on_host(grads, optimizer)
+        stats = compute_grad_stats(grads, unscale, earlier, clip_norm, on_host=on_host)
+        found_inf = stats.found_inf
         skip_on, skipped = (None if self.policy.on_nonfinite == "step" else found_inf), False
         if not defer:
-            bad = bool(found_inf) if judged.bad is None else judged.bad
+            bad = bool(found_inf) if stats.finite is None else not stats.finite
             if bad:
-                self._refuse(optimizer, index, where)
+                self._check_policy(optimizer, index, where)
             # Known now: hooks around the optimizer's step run for applied updates only.
             skipped, skip_on = skip_on is not None and bad, None
         self._overflow = found_inf if self._overflow is None else torch.maximum(self._overflow, found_inf)
         if not skipped:
-            self._apply(optimizer, grads, judged.factor, skip_on)
-        self._report(index, where, None, (found_inf, judged.grad_norm, judged.clip_coef))
+            self._apply(optimizer, grads, stats.factor, skip_on)
+        self._add(index, where, None, stats)
 
     def _rescale(self, waiting: Iterable[Optimizer], ratio: Tensor) -> None:
         """Brings gradients that carry the old loss scale to the new one; on a GPU nobody asks whether they differ."""
         for optimizer in map(unwrapped, waiting):
-            grads = [] if optimizer in self._looks else gradients(optimizer)
+            grads = [] if optimizer in self._unscaled else gradients(optimizer)
             if grads and (ratio.device.type != "cpu" or float(ratio) != 1.0):
-                torch._foreach_mul_(grads, ratio)
+                torch._foreach_mul_(list(map(local_part, grads)), ratio)
 
     def _apply(self, optimizer: Optimizer, grads: list[Tensor], factor: Tensor | None, skip_on: Tensor | None) -> None:
         if isinstance(optimizer, FusedOptimizer):
@@ -341,44 +346,41 @@ class StepContract:
                 optimizer.grad_factor = optimizer.found_inf = None
             return
         if factor is not None:
-            torch._foreach_mul_(grads, factor)
+            torch._foreach_mul_(list(map(local_part, grads)), factor)
         optimizer.step()
 
-    def _may_defer(self, device: torch.device, optimizer: Optimizer) -> bool:
+    def _may_defer(self, grads: list[Tensor], optimizer: Optimizer) -> bool:
         """Whether a step can be launched without knowing what it will do."""
-        wanted = device.type == "cuda" if self.deferred is None else self.deferred
+        wanted = grads[0].device.type == "cuda" if self.deferred is None else self.deferred
         return wanted and self.policy.on_nonfinite != "raise" and isinstance(optimizer, FusedOptimizer)
 
-    def _is_deferred(self, report: StepReport) -> bool:
-        if self.deferred is not None or report.verdict is None:
-            return bool(self.deferred)
-        return report.verdict[0].device.type == "cuda"
+    def _on_host(self, grads: list[Tensor], optimizer: Optimizer) -> bool:
+        """Whether the numbers of a step are Python floats: a dozen operators on single numbers cost more."""
+        return grads[0].device.type == "cpu" and not self._may_defer(grads, optimizer)
+
+    def _is_deferred(self, step: PendingStep) -> bool:
+        return bool(self.deferred) if self.deferred is not None else step.on_gpu
 
     def _factor(self, device: torch.device, window: int | None) -> Tensor | None:
-        """``1 / loss_scale * window_factor`` as float32; None stands for 1."""
+        """``1 / loss_scale * window_factor`` as float32; None for 1."""
         factor = None if self.loss_scale is None else self.loss_scale.inverse(device)
         share = self.window.factor(window, device)
         return factor if share is None else share if factor is None else factor * share
 
-    def _report(
-        self, index: int, where: str, reason: Reason | None, verdict: tuple[Tensor, Number, Number] | None = None
-    ) -> None:
+    def _add(self, index: int, where: str, reason: Reason | None, stats: GradStats | None = None) -> None:
         scale = None if self.loss_scale is None else self.loss_scale.tensor()
-        self._pending.append(StepReport(index, where, self.window.count, reason, verdict, scale))
+        self._pending.append(PendingStep(index, where, self.window.count, stats, reason, scale))
 
-    def _outcome(self, report: StepReport) -> StepOutcome:
+    def _outcome(self, step: PendingStep) -> StepOutcome:
         """Counts a step, now that it is known what it did."""
-        numbers = report.read()
-        reason: Reason = report.reason or ("nonfinite" if numbers.bad else "ok")
-        applied = self.policy.applies(reason)
-        self.counters.count(reason, applied, report.optimizer, report.where)
-        self.policy.check(self.counters.streak(report.optimizer))
-        return report.outcome(numbers, reason, applied, self.counters)
+        outcome = step.outcome(self.counters, self.policy)
+        self.policy.check(self.counters.streak(step.optimizer))
+        return outcome
 
-    def _refuse(self, optimizer: Optimizer, index: int, where: str) -> None:
+    def _check_policy(self, optimizer: Optimizer, index: int, where: str) -> None:
         """Raises where the policy or the limit on skips says so, before anything is written."""
         where_now = where or f"step {self.counters.global_step + 1}"
-        error = self.policy.refusal(optimizer, self.counters.streak(index), where_now, self.names)
+        error = self.policy.error(optimizer, self.counters.streak(index), where_now, self.names)
         if error is not None:
-            self.abandon()
+            self.reset()
             raise error

@@ -40,7 +40,7 @@ class Tokens(Four):
     def training_step(self, batch):
         contract = contract_of(self.trainer)
         if contract is not None:
-            contract.window.weigh(1 + 2 * self.global_rank)
+            contract.window.set_weight(1 + 2 * self.global_rank)
         return (self.w * (4.0 - 4.0 * self.global_rank)).sum()
 
 

@@ -101,7 +101,7 @@ def test_case_06_stock_asserts():
 def test_case_08_a_veto_is_for_one_step(precision):
     def veto(trainer, module, optimizer):
         if trainer.fit_loop.epoch_loop.batch_idx == 1:
-            contract_of(trainer).veto()
+            contract_of(trainer).skip_next()
 
     module = Four(sgd)
     trainer, outcomes = train(

@@ -69,7 +69,7 @@ def test_case_15_no_gradient_and_veto_do_not_advance_either(precision, settings)
     class Vetoes(Four):
         def on_before_optimizer_step(self, optimizer):
             if self.trainer.fit_loop.epoch_loop.batch_idx == 2:
-                contract_of(self.trainer).veto()
+                contract_of(self.trainer).skip_next()
 
     module = Vetoes(lambda ps: adamw(ps, lr=0.12), lambda optimizer: LambdaLR(optimizer, lambda n: 1 / (1 + n)))
     train(module, batches(1, NONE, 1, 1), Fuse(**settings), precision=precision)

@@ -122,7 +122,7 @@ class Tokens(Four):
 
     def training_step(self, batch):
         if self.report:
-            contract_of(self.trainer).window.weigh(len(batch))
+            contract_of(self.trainer).window.set_weight(len(batch))
         return (self.w * batch.mean()).sum()
 
 

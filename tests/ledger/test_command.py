@@ -90,7 +90,7 @@ def test_a_small_gradient_at_a_loss_scale_is_whole_again_before_clipping() -> No
     contract.scale((2e-8 * weight).sum()).backward()
     assert float(weight.grad) == pytest.approx(6.5536e-4, rel=WORKED_EXAMPLE)
     contract.step(torch.optim.SGD([weight], lr=1.0), clip_norm=1e-8)
-    [outcome] = contract.settle()
+    [outcome] = contract.update()
     assert outcome.grad_norm == pytest.approx(2e-8, rel=WORKED_EXAMPLE)
     assert outcome.clip_coef == pytest.approx(1e-8 / (2e-8 + 1e-6), rel=1e-5)  # torch's formula, in unscaled units
 

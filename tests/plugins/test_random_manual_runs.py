@@ -94,7 +94,7 @@ class Several(L.LightningModule):
         if self.run.clips[number]:
             self.clip_gradients(optimizer, CLIP, self.run.clips[number])
         if self.run.plan[batch_idx][number][1]:
-            contract_of(self.trainer).veto()
+            contract_of(self.trainer).skip_next()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -67,7 +67,7 @@ class Weighted(OneWeight):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         contract = contract_of(self.trainer)
         assert contract is not None
-        contract.window.weigh(1 if self.global_rank == 0 else 3)
+        contract.window.set_weight(1 if self.global_rank == 0 else 3)
         return (self.w * (4.0 if self.global_rank == 0 else 0.0)).sum() + 0.0 * self.unused.sum()
 
 

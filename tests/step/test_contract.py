@@ -29,9 +29,9 @@ def step(contract, optimizer, grad=None, **settings):
     w = optimizer.param_groups[0]["params"][0]
     scale = 1.0 if contract.loss_scale is None else contract.loss_scale.value
     w.grad = None if grad is None else torch.full_like(w, grad * scale)
-    contract.contribute()
+    contract.accumulate()
     contract.step(optimizer, **settings)
-    (outcome,) = contract.settle()
+    (outcome,) = contract.update()
     return outcome
 
 
@@ -87,7 +87,7 @@ def test_step_all_the_same_when_told(make):
 def test_raise_names_place_and_parameter_and_writes_nothing():
     contract, w = StepContract(on_nonfinite="raise", loss_scale=LossScale(8.0)), weight(inf)
     optimizer = FusedAdamW([("layer.weight", w)])
-    contract.contribute()
+    contract.accumulate()
     with pytest.raises(NonFiniteGradientError, match=r"batch 17.*layer\.weight \(4 of 4") as raised:
         contract.step(optimizer, where="batch 17")
     assert "nothing was written" in str(raised.value)
@@ -98,7 +98,7 @@ def test_raise_names_place_and_parameter_and_writes_nothing():
 def test_after_a_raise_the_contract_is_as_if_the_window_had_not_been(make):
     contract, w = StepContract(on_nonfinite="raise"), weight(inf)
     optimizer = make([w])
-    contract.contribute()
+    contract.accumulate()
     with pytest.raises(NonFiniteGradientError):
         contract.step(optimizer, window=4)
     outcome = step(contract, optimizer, 0.25, window=4)
@@ -120,7 +120,7 @@ def test_a_veto_moves_no_counter_of_state_and_is_for_one_step(make):
     contract, w = StepContract(loss_scale=LossScale(64.0, growth_interval=3)), weight()
     optimizer = make([w])
     step(contract, optimizer, 0.0)
-    contract.veto()
+    contract.skip_next()
     outcome = step(contract, optimizer, inf)
     assert (outcome.reason, outcome.global_step, outcome.update) == ("user", 2, 1)
     assert (contract.loss_scale.value, contract.loss_scale.growth_counter) == (64.0, 1)
@@ -131,11 +131,11 @@ def test_a_veto_moves_no_counter_of_state_and_is_for_one_step(make):
 def test_a_veto_after_unscale_lets_the_next_unscale_pass(make):
     contract, w = StepContract(loss_scale=LossScale(4.0)), weight(4.0)
     optimizer = make([w])
-    contract.contribute()
+    contract.accumulate()
     contract.unscale_(optimizer)
-    contract.veto()
+    contract.skip_next()
     contract.step(optimizer)
-    contract.settle()
+    contract.update()
     w.grad = torch.full((4,), 4.0)
     contract.unscale_(optimizer)
     assert w.grad.tolist() == [1.0] * 4
@@ -154,23 +154,23 @@ def test_unscale_twice_is_refused_in_words(make):
 def test_what_overflowed_before_somebody_repaired_it_is_still_an_overflow(make, scale):
     contract, w = StepContract(loss_scale=None if scale is None else LossScale(scale)), weight(inf)
     optimizer = make([w])
-    contract.contribute()
+    contract.accumulate()
     contract.unscale_(optimizer)
     torch.nn.utils.clip_grad_value_([w], 0.5)
     assert w.grad.tolist() == [0.5] * 4
     contract.step(optimizer)
-    assert contract.settle()[0].reason == "nonfinite"
+    assert contract.update()[0].reason == "nonfinite"
     assert w.tolist() == [1.0] * 4
 
 
 def test_the_norm_of_the_outcome_is_the_one_before_others_clip(make):
     contract, w = StepContract(loss_scale=LossScale(2.0)), weight(2.0)
     optimizer = make([w])
-    contract.contribute()
+    contract.accumulate()
     contract.unscale_(optimizer)
     torch.nn.utils.clip_grad_value_([w], 0.5)
     contract.step(optimizer)
-    assert contract.settle()[0].grad_norm == 2.0
+    assert contract.update()[0].grad_norm == 2.0
     assert w.tolist() == [0.5] * 4
 
 
@@ -212,10 +212,10 @@ def test_each_optimizer_has_its_own_streak(make):
 
     def both():
         a.grad, b.grad = torch.full((4,), inf), torch.zeros(4)
-        contract.contribute()
+        contract.accumulate()
         contract.step(first, index=0)
         contract.step(second, index=1)
-        contract.settle()
+        contract.update()
 
     for _ in range(3):
         both()
@@ -232,10 +232,10 @@ def test_looking_first_changes_no_bit(cls, scale):
         optimizer, contract = cls([w], lr=0.1), StepContract(loss_scale=LossScale(scale))
         for _ in range(5):
             w.grad = torch.randn(37) * scale
-            contract.contribute()
+            contract.accumulate()
             look(contract, optimizer)
             contract.step(optimizer)
-            contract.settle()
+            contract.update()
         return bits(optimizer)
 
     plain = trained(lambda contract, optimizer: None)

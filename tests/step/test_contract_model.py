@@ -50,9 +50,9 @@ def play(contract, optimizers, weights, plan, chosen, look):
             continue
         loss = sum(w.sum() * g / chosen.window for w, g in zip(weights, micro, strict=True))
         contract.scale(loss).backward()
-        contract.contribute()
+        contract.accumulate()
     if plan.veto:
-        contract.veto()
+        contract.skip_next()
     for index, (w, optimizer) in enumerate(zip(weights, optimizers, strict=True)):
         if index in plan.absent:
             w.grad = None
@@ -63,7 +63,7 @@ def play(contract, optimizers, weights, plan, chosen, look):
             contract.clip_norm_(optimizer, clip, chosen.window)
             clip = None
         contract.step(optimizer, clip_norm=clip, window=chosen.window, index=index)
-    return contract.settle()
+    return contract.update()
 
 
 def built(make, chosen):
@@ -136,7 +136,7 @@ def check_deferred(run, look):
         seen += play(contract, optimizers, weights, plan, chosen, look)
         assert len(seen) == number * chosen.optimizers
         assert contract.in_flight == chosen.optimizers
-    seen += contract.collect()
+    seen += contract.flush()
     assert contract.in_flight == 0
     agree(contract, weights, seen, model, chosen)
 

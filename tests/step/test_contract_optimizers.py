@@ -50,9 +50,9 @@ def run(make, steps, clip=None, scale=1024.0, **settings):
         size = 1.0 if scale is None else contract.loss_scale.value
         for p, g in zip(params, grads or [None] * len(params), strict=True):
             p.grad = None if g is None else g * size
-        contract.contribute()
+        contract.accumulate()
         contract.step(optimizer, clip_norm=clip)
-        outcomes += contract.settle()
+        outcomes += contract.update()
     return params, optimizer, outcomes
 
 
@@ -133,9 +133,9 @@ def test_gradients_of_16_bits_are_unscaled_without_losing_the_factor(dtype, scal
         w = torch.nn.Parameter(torch.zeros(40, dtype=dtype))
         optimizer, contract = make([w], lr=1.0), StepContract(loss_scale=LossScale(scale))
         w.grad = torch.full((40,), 0.75 * min(scale, 2.0**14), dtype=dtype)
-        contract.contribute()
+        contract.accumulate()
         contract.step(optimizer, clip_norm=1e9, window=3)  # a factor of 3 / scale
-        contract.settle()
+        contract.update()
         moved.append(-w[0].item())
     exact = 3 * 0.75 * min(scale, 2.0**14) / scale
     # Ours rounds once, torch's optimizer once for the gradient in memory and once for the weight.

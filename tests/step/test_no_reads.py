@@ -46,7 +46,7 @@ def sums_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def total(grads: Sequence[Tensor]) -> Tensor:
         return torch.stack([grad.double().square().sum() for grad in grads]).sum()
 
-    monkeypatch.setattr("lightning_fuse.step.verdict.sum_of_squares", total)
+    monkeypatch.setattr("lightning_fuse.step.grad_stats.global_sum_of_squares", total)
 
 
 def launch(contract: StepContract, look: Callable[[StepContract, FusedAdamW], None]) -> LaunchOnly:
@@ -56,11 +56,11 @@ def launch(contract: StepContract, look: Callable[[StepContract, FusedAdamW], No
     optimizer._choose_kernel = lambda: kernel  # type: ignore[assignment, return-value, method-assign]
     contract.scale(torch.tensor(1.0))
     w.grad = torch.full_like(w, 1024.0)
-    contract.contribute()
+    contract.accumulate()
     with UnreadableDevice():
         look(contract, optimizer)
         contract.step(optimizer, clip_norm=0.5, window=1)
-        assert contract.settle() == []
+        assert contract.update() == []
     return kernel
 
 
@@ -72,7 +72,7 @@ def test_a_step_asks_for_no_value(scaled: bool, looked: bool) -> None:
     kernel = launch(contract, (lambda c, o: c.unscale_(o, 1)) if looked else (lambda c, o: None))
     assert len(kernel.launches) == 1
     assert kernel.launches[0][1] is not None  # found_inf goes to the device, not to the host
-    (outcome,) = contract.collect()
+    (outcome,) = contract.flush()
     assert (outcome.reason, outcome.global_step) == ("ok", 1)
     assert outcome.grad_norm == pytest.approx((1.0 if scaled else 1024.0) * 600**0.5)
 
@@ -104,7 +104,7 @@ def test_the_contract_runs_a_few_operators_whatever_the_number_of_parameters(
 ) -> None:
     """What its 0.3 ms on the host go by, on any machine: ``scripts/bench_step.py --tasks overhead`` has the time."""
     total = torch.tensor(1.0, dtype=torch.float64)
-    monkeypatch.setattr("lightning_fuse.step.verdict.sum_of_squares", lambda grads: total)
+    monkeypatch.setattr("lightning_fuse.step.grad_stats.global_sum_of_squares", lambda grads: total)
     counts = []
     for number in (3, 100):
         params = [torch.nn.Parameter(torch.ones(4, 200)) for _ in range(number)]
@@ -115,8 +115,8 @@ def test_the_contract_runs_a_few_operators_whatever_the_number_of_parameters(
         for _ in range(2):  # state is allocated in the first
             with Counting() as mode:
                 contract.scale(torch.tensor(1.0))
-                contract.contribute()
+                contract.accumulate()
                 contract.step(optimizer, clip_norm=0.5, window=1)
-                contract.settle()
+                contract.update()
         counts.append(mode.count)
     assert counts[0] == counts[1] <= 30, counts

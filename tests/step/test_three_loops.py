@@ -111,10 +111,10 @@ def through_fabric(state: str) -> Ended:
         if index % WINDOW == 0:
             optimizer.zero_grad()
         fabric.backward(contract.scale(loss_of(model(x), y, index) / WINDOW))
-        contract.contribute()
+        contract.accumulate()
         if index % WINDOW == WINDOW - 1:
             contract.step(optimizer, clip_norm=CLIP, window=WINDOW)
-            outcomes += contract.settle()
+            outcomes += contract.update()
     return Ended(net, optimizer.optimizer, contract, outcomes)
 
 
@@ -127,10 +127,10 @@ def through_plain_loop(state: str) -> Ended:
         with torch.autocast("cpu", dtype=torch.float16):
             loss = loss_of(net(x), y, index)
         contract.scale(loss / WINDOW).backward()
-        contract.contribute()
+        contract.accumulate()
         if index % WINDOW == WINDOW - 1:
             contract.step(optimizer, clip_norm=CLIP, window=WINDOW)
-            outcomes += contract.settle()
+            outcomes += contract.update()
     return Ended(net, optimizer, contract, outcomes)
 
 

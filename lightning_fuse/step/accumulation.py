@@ -1,4 +1,4 @@
-"""The accumulation window: micro-batches whose gradients are summed before one step, and what the sum stands for.
+"""The accumulation window: micro-batches whose gradients are summed before one step, and what becomes of the sum.
 
 Each micro-batch contributes 1/planned of the gradient of its loss; where the planned size changes while a window is
 open, those that come later are scaled to the share of the first. The window's factor makes of the sum:
@@ -57,8 +57,8 @@ class AccumulationWindow:
         self._planned: int | None = None  # of the open window's first micro-batch: each contributes 1/planned
         self._plan: int | None = None  # of the micro-batch under way
 
-    def weigh(self, weight: float) -> None:
-        """Reports the weight of the micro-batch under way, before its backward.
+    def set_weight(self, weight: float) -> None:
+        """Sets the weight of the micro-batch under way, before its backward.
 
         Args:
             weight: For instance its number of tokens; >= 0, the same unit on all ranks.
@@ -72,8 +72,8 @@ class AccumulationWindow:
             raise ValueError('weights have no effect with window="sum": use "mean", "drop" or "carry"')
         self._next = float(weight)
 
-    def share(self, device: torch.device, planned: int | None = None) -> float:
-        """What the loss of the micro-batch under way is multiplied by: its weight in units, 1 without weights.
+    def loss_weight(self, device: torch.device, planned: int | None = None) -> float:
+        """What the loss of the micro-batch under way is multiplied by: its weight, in units; 1 without weights.
 
         Args:
             device: Where the ranks meet.
@@ -93,7 +93,7 @@ class AccumulationWindow:
         """Lets the next contribution start a new window: several optimizers may still step on this one."""
         self._over = True
 
-    def contribute(self) -> None:
+    def accumulate(self) -> None:
         """Counts the micro-batch under way, after its backward.
 
         Raises:
@@ -123,7 +123,7 @@ class AccumulationWindow:
             device: Where the gradients live.
 
         Returns:
-            float32, 0-dimensional; None stands for 1.
+            float32, 0-dimensional; None for 1.
         """
         if planned is not None:
             planned = self._planned or planned

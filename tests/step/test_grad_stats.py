@@ -1,4 +1,4 @@
-"""The verdict against a float64 oracle and against torch's own clipping."""
+"""The stats against a float64 oracle and against torch's own clipping."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_fuse.step.verdict import first_nonfinite, gradients, judge
+from lightning_fuse.step.grad_stats import compute_grad_stats, first_nonfinite, gradients
 
 ONE = torch.ones(())
 SHAPES = [(1,), (7,), (128, 3), (5, 0), (1025,), (3, 5, 7), ()]
@@ -28,18 +28,18 @@ def oracle_norm(grads, factor=1.0):
 @pytest.mark.parametrize("factor", [1.0, 2.0**-16, 4 / 3])
 def test_norm_against_float64(dtype, factor):
     grads = some(dtype)
-    verdict = judge(grads, torch.tensor(factor))
+    stats = compute_grad_stats(grads, torch.tensor(factor))
     # Sums of float64 squares: the order of the terms changes at most count * 2^-53 of the sum.
-    assert float(verdict.grad_norm) == pytest.approx(oracle_norm(grads, float(torch.tensor(factor))), rel=1e-12)
-    assert float(verdict.found_inf) == 0.0
+    assert float(stats.grad_norm) == pytest.approx(oracle_norm(grads, float(torch.tensor(factor))), rel=1e-12)
+    assert float(stats.found_inf) == 0.0
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-20, 1e20, 1e37])
 def test_norms_whose_squares_leave_float32(size):
     grads = some(size=size)
-    verdict = judge(grads, ONE)
-    assert float(verdict.grad_norm) == pytest.approx(oracle_norm(grads), rel=1e-12)
-    assert float(verdict.found_inf) == 0.0
+    stats = compute_grad_stats(grads, ONE)
+    assert float(stats.grad_norm) == pytest.approx(oracle_norm(grads), rel=1e-12)
+    assert float(stats.found_inf) == 0.0
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
@@ -47,13 +47,13 @@ def test_norms_whose_squares_leave_float32(size):
 def test_one_bad_element_anywhere_is_found(bad, place):
     grads = some()
     grads[place].view(-1)[-1] = bad
-    verdict = judge(grads, ONE)
-    assert float(verdict.found_inf) == 1.0
-    assert not math.isfinite(float(verdict.grad_norm))
+    stats = compute_grad_stats(grads, ONE)
+    assert float(stats.found_inf) == 1.0
+    assert not math.isfinite(float(stats.grad_norm))
 
 
 def test_infinities_of_both_signs_do_not_cancel():
-    assert float(judge([torch.tensor([math.inf, -math.inf])], ONE).found_inf) == 1.0
+    assert float(compute_grad_stats([torch.tensor([math.inf, -math.inf])], ONE).found_inf) == 1.0
 
 
 @pytest.mark.parametrize("max_norm", [1e-3, 0.5, 1.0, 1e9])
@@ -64,15 +64,15 @@ def test_clip_coef_is_torchs(max_norm, size):
     for p, g in zip(parameters, grads, strict=True):
         p.grad = g.clone()
     torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-    coef = judge(grads, ONE).clip_coef(max_norm)
+    coef = compute_grad_stats(grads, ONE, None, max_norm).clip_coef
     for p, g in zip(parameters, grads, strict=True):
         # torch's norm is a float32 sum over 1,600 elements: a few float32 ulps.
         torch.testing.assert_close(g * coef, p.grad, rtol=2e-6, atol=0.0)
 
 
 def test_clip_coef_is_one_at_the_limit_and_never_more():
-    assert float(judge([torch.full((4,), 0.5)], ONE).clip_coef(2.0)) == 1.0
-    assert float(judge([torch.zeros(4)], ONE).clip_coef(1e-3)) == 1.0
+    assert float(compute_grad_stats([torch.full((4,), 0.5)], ONE, None, 2.0).clip_coef) == 1.0
+    assert float(compute_grad_stats([torch.zeros(4)], ONE, None, 1e-3).clip_coef) == 1.0
 
 
 def test_layout_does_not_matter():
@@ -80,7 +80,7 @@ def test_layout_does_not_matter():
     wide = torch.randn(33, 130)
     wide[:, ::2] = g
     for same in (g.t(), g.t().contiguous().t(), wide[:, ::2]):
-        assert float(judge([same], ONE).grad_norm) == pytest.approx(oracle_norm([g]), rel=1e-12)
+        assert float(compute_grad_stats([same], ONE).grad_norm) == pytest.approx(oracle_norm([g]), rel=1e-12)
 
 
 def test_the_same_bits_at_any_number_of_threads():
@@ -90,7 +90,7 @@ def test_the_same_bits_at_any_number_of_threads():
         bits = set()
         for threads in (1, 2, 3, 4):
             torch.set_num_threads(threads)
-            bits.add(float(judge(grads, ONE).grad_norm).hex())
+            bits.add(float(compute_grad_stats(grads, ONE).grad_norm).hex())
     finally:
         torch.set_num_threads(before)
     assert len(bits) == 1

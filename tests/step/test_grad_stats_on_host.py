@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_fuse.step.judgement import Judgement, judge_known, judge_launched
-from lightning_fuse.step.looks import Look
+from lightning_fuse.step.grad_stats import GradStats, compute_grad_stats
 
 FACTORS = [None, 1.0, 2.0**-16, 4 / 3, 3e-39]  # the last one is subnormal in float32
 CLIPS = [None, 1e-30, 0.3, 1e9]
@@ -21,7 +20,7 @@ def as_bits(number: Tensor | float, dtype: torch.dtype) -> Tensor:
     return torch.as_tensor(number, dtype=dtype).view(BITS[dtype])
 
 
-def numbers(judged: Judgement) -> list[Tensor]:
+def numbers(judged: GradStats) -> list[Tensor]:
     """All of them as bits; a factor of None stands for 1."""
     factor = 1.0 if judged.factor is None else judged.factor
     return [
@@ -32,9 +31,13 @@ def numbers(judged: Judgement) -> list[Tensor]:
     ]
 
 
-def look(clip_coef: float | None, found_inf: float = 0.0) -> Look:
-    coef = None if clip_coef is None else torch.tensor(clip_coef)
-    return Look(torch.tensor(found_inf), torch.tensor(12.345678901, dtype=torch.float64), coef)
+def look(clip_coef: float | None, found_inf: float, on_host: bool) -> GradStats:
+    """Numbers from before somebody looked at the gradients."""
+    coef, norm = 1.0 if clip_coef is None else float(torch.tensor(clip_coef)), 12.345678901
+    if on_host:
+        return GradStats(torch.tensor(found_inf), norm, coef, None, found_inf == 0.0)
+    norm_there = torch.tensor(norm, dtype=torch.float64)
+    return GradStats(torch.tensor(found_inf), norm_there, torch.tensor(coef), None, None)
 
 
 @pytest.mark.parametrize("clip_norm", CLIPS)
@@ -45,10 +48,10 @@ def test_both_ways_give_the_same_bits(factor: float | None, clip_norm: float | N
     for seed in range(20):
         grads = [torch.randn(n, generator=made) * size for n in (1, 5, 130 + seed)]
         unscale = None if factor is None else torch.tensor(factor)
-        known = judge_known(grads, unscale, None, clip_norm)
-        launched = judge_launched(grads, unscale, None, clip_norm)
-        assert known.bad is (size == math.inf)
-        assert launched.bad is None
+        known = compute_grad_stats(grads, unscale, None, clip_norm, on_host=True)
+        launched = compute_grad_stats(grads, unscale, None, clip_norm)
+        assert known.finite is (size != math.inf)
+        assert launched.finite is None
         # NaN has many bits: what counts is that both are NaN.
         for mine, its in zip(numbers(known), numbers(launched), strict=True):
             assert torch.equal(mine, its) or all(t.view(FLOATS[t.dtype]).isnan() for t in (mine, its))
@@ -61,9 +64,9 @@ def test_both_ways_respect_what_was_seen_before(
     clip_norm: float | None, before: float | None, found_inf: float
 ) -> None:
     grads = [torch.tensor([3.0, -4.0]), torch.tensor([0.1])]
-    known = judge_known(grads, None, look(before, found_inf), clip_norm)
-    launched = judge_launched(grads, None, look(before, found_inf), clip_norm)
-    assert known.bad is bool(found_inf)
+    known = compute_grad_stats(grads, None, look(before, found_inf, True), clip_norm, on_host=True)
+    launched = compute_grad_stats(grads, None, look(before, found_inf, False), clip_norm)
+    assert known.finite is not bool(found_inf)
     assert all(map(torch.equal, numbers(known), numbers(launched)))
     assert known.grad_norm == 12.345678901
     now = 1.0 if clip_norm is None else min(1.0, clip_norm / math.sqrt(25.01))
@@ -73,8 +76,8 @@ def test_both_ways_respect_what_was_seen_before(
 def test_a_factor_that_is_there_is_used() -> None:
     """The negative control: what is compared above is not always one and the same number."""
     grads = [torch.tensor([3.0, 4.0])]
-    judged = judge_known(grads, torch.tensor(0.5), None, 1.0)
-    assert (judged.grad_norm, judged.bad) == (2.5, False)
+    judged = compute_grad_stats(grads, torch.tensor(0.5), None, 1.0, on_host=True)
+    assert (judged.grad_norm, judged.finite) == (2.5, True)
     assert judged.clip_coef == pytest.approx(0.4, rel=1e-6)
     assert judged.factor is not None
     assert float(judged.factor) == pytest.approx(0.2, rel=1e-6)
