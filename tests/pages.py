@@ -15,7 +15,7 @@ PAGES = [
     *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md")),
 ]
 FENCE = re.compile(r"^```(?P<language>[a-z]+)\n(?P<text>.*?)^```$", flags=re.MULTILINE | re.DOTALL)
-INLINE = re.compile(r"`((?:python (?:train\.py|scripts/)|lightning-fuse [a-z])[^`…|<]*)`")
+INLINE = re.compile(r"`((?:python (?:train\.py|scripts/)|lightning-fuse train )[^`…]*)`")
 LABEL = re.compile(r"# (?P<path>[\w./-]+/[\w.-]+)\n")
 
 

@@ -183,12 +183,9 @@ def _bytes(ledger: Ledger, words: str, activations: int | None) -> Section:
     title = f"{ledger.elements:,} parameters: {words}" + (f", shards={ledger.shards}" if ledger.shards > 1 else "")
     notes = [*ledger.notes]
     if ledger.shards > 1:
-        notes.append(
-            "shards as FSDP2's fully_shard makes them, along dimension 0, in a loop of yours; train has strategy=auto and ddp"
-        )
-    return Section(
-        title, ("what", "bytes", "per parameter", ""), cells, (*notes, f"not counted: {'; '.join(NOT_COUNTED)}")
-    )
+        notes.append("shards as FSDP2's fully_shard makes them, in a loop of yours; train has strategy=auto and ddp")
+    notes.append(f"not counted: {'; '.join(NOT_COUNTED)}")
+    return Section(title, ("what", "bytes", "per parameter", ""), cells, tuple(notes))
 
 
 def _traffic(ledger: Ledger) -> Section:
