@@ -10,6 +10,7 @@ import csv
 import io
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,9 +23,13 @@ from lightning_fuse.reports.validation import number, open_regular
 
 BLOCK = 4 << 20  # bytes read at a time
 LONGEST_LINE = 1 << 20
-MOST_ROWS = 5_000_000  # step rows; later ones are left out
+MOST_BYTES = 48 << 20  # of step rows that are read whole; of longer files every n-th row and all skipped ones
 MOST_POINTS = 20_000  # kept of one metric, evenly spaced, the last always
 MOST_METRICS = 100
+READ: dict[str, Any] = {
+    **{"header": None, "index_col": False, "na_filter": False, "low_memory": False},
+    **{"on_bad_lines": "skip", "encoding_errors": "replace"},
+}
 KEYS = ("step", "update", "epoch", "train_seconds")
 STEP_NUMBERS = {
     "global_step": "step",
@@ -83,20 +88,21 @@ def read_steps(path: Path) -> Steps:
         ValueError: It is no regular file.
     """
     steps = Steps()
-    blocks, bad, strange, count = [], 0, dict.fromkeys(STEP_NUMBERS, 0), 0
+    blocks, bad, strange = [], 0, dict.fromkeys(STEP_NUMBERS, 0)
     with open_regular(path) as file:
+        every = -(-os.fstat(file.fileno()).st_size // MOST_BYTES)
+        if every > 1:
+            steps.notes.append(f"{path.name}: a long run, one of {every} step rows is read, and all skipped ones")
         for lines in _line_blocks(file):
-            rows, faults = _rows_of(lines)
+            last = len(lines) - 1
+            kept = [line for i, line in enumerate(lines) if i % every == 0 or i == last or b"false" in line]
+            rows, faults = _rows_of(kept if every > 1 else lines)
             bad += faults
             frame = pd.DataFrame({new: _numbers(rows, old, strange) for old, new in STEP_NUMBERS.items()})
             frame["reason"] = [None if row.get("applied", True) else str(row.get("reason"))[:40] for row in rows]
             sound = np.isfinite(frame["step"])
             bad += len(frame) - int(sound.sum())
             blocks.append(frame[sound])
-            count += len(lines)
-            if count >= MOST_ROWS:
-                steps.notes.append(f"{path.name}: rows after {count:,} are left out")
-                break
     del strange["global_step"]  # such rows are counted above
     if bad:
         steps.notes.append(f"{path.name}: {bad:,} row{'s' if bad > 1 else ''} cannot be read and are left out")
@@ -132,17 +138,20 @@ def read_measurements(path: Path) -> Measurements:
         if len(names) > MOST_METRICS:
             notes.append(f"{path.name}: {len(names):,} metrics, the first {MOST_METRICS} are taken")
         for lines in _line_blocks(file):
-            rows = list(csv.reader(io.StringIO(b"".join(lines).decode("utf-8", "replace"), newline="")))
-            whole = [row for row in rows if len(row) == len(columns)]
-            table = pd.DataFrame(whole, columns=columns, dtype=object).loc[:, ~pd.Index(columns).duplicated()]
-            keys = pd.DataFrame({key: pd.to_numeric(table[key], errors="coerce") for key in KEYS if key in table})
+            text = io.BytesIO(b"".join(lines))
+            table = pd.read_csv(text, names=range(len(columns)), **READ)
+            found_keys = {
+                key: pd.to_numeric(table[columns.index(key)], errors="coerce") for key in KEYS if key in columns
+            }
+            keys = pd.DataFrame(found_keys)
             sound = np.isfinite(keys).all(axis=1)
-            dropped += len(rows) - int(sound.sum())
+            dropped += len(lines) - int(sound.sum())
             place = keys[sound].rename(columns={"train_seconds": "seconds"}).astype(float)
             for name in names[:MOST_METRICS]:
-                cells = table.loc[sound, name]
+                cells = table.loc[sound, columns.index(name)]
                 values = pd.to_numeric(cells, errors="coerce")
-                measured = (cells != "") & (values.notna() | (cells.str.lower() == "nan"))
+                words = not pd.api.types.is_numeric_dtype(cells)
+                measured = values.notna() | (cells.astype(str).str.lower() == "nan" if words else True)
                 if measured.any():
                     points = place.loc[measured, ["step", "update", "seconds"]].assign(value=values[measured])
                     found.setdefault(name, []).append(points)
