@@ -76,6 +76,7 @@ class Loan:
         self._step: Step | None = None
         self.bound: list[tuple[Any, str]] = []
         self._returned: ReturnedState | None = None
+        self._dtypes: list[torch.dtype] = []
         for kind in HOOKS:
             setattr(fused, kind, getattr(owner, kind))
 
@@ -115,6 +116,7 @@ class Loan:
             if not self._named:
                 group.pop("param_names", None)
         self._returned = ReturnedState(self.fused, owner)
+        self._dtypes = _dtypes(self.fused)
         owner.state = self._returned
         for holder, name in bound:
             if getattr(holder, name, None) is self.fused:
@@ -135,7 +137,7 @@ class Loan:
         if owner is None or self._returned is None or owner.state is not self._returned:
             return False
         ours, theirs = self.fused.param_groups, owner.param_groups
-        if not self._returned.untouched() or not _same_params(ours, theirs):
+        if not self._returned.untouched() or not _same_params(ours, theirs) or _dtypes(self.fused) != self._dtypes:
             return False
         self._torch_keys = [take_torch_keys(group) for group in theirs]
         for mine, group in zip(ours, theirs, strict=False):
@@ -319,6 +321,10 @@ def _face_of(cls: type[Optimizer]) -> type[Optimizer]:
 def _copied(group: Mapping[str, Any]) -> dict[str, Any]:
     copied = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
     return {**copied, "params": list(group["params"])}
+
+
+def _dtypes(fused: FusedOptimizer) -> list[torch.dtype]:
+    return [p.dtype for group in fused.param_groups for p in group["params"]]
 
 
 def _same_params(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> bool:

@@ -304,3 +304,57 @@ def test_nothing_of_a_former_trainer_stays_alive():
     del module
     gc.collect()
     assert [ref() is None for ref in refs] == [True, True, True]
+
+
+def test_torchs_fused_step_takes_the_state_given_back():
+    def make(params):
+        return adamw(params, fused=True)
+
+    stock, ours = Keeps(make), Keeps(make)
+    for fuses in ([Fuse()], [], [Fuse(state="bf16")], []):
+        train(stock, VARIED)
+        train(ours, VARIED, *fuses)
+        assert ours.opt.param_groups[0]["fused"] is True
+    torch.testing.assert_close(ours.w, stock.w, rtol=0, atol=2e-3)
+
+
+def test_a_fold_that_clears_the_state_begins_anew():
+    stock, ours = Keeps(), Keeps()
+    for module, fuse in ((stock, []), (ours, [Fuse()])):
+        for _ in range(3):
+            train(module, VARIED, *fuse)
+            module.opt.state.clear()
+            with torch.no_grad():
+                module.w.fill_(1.0)
+        train(module, VARIED, *fuse)
+    torch.testing.assert_close(ours.w, stock.w, rtol=1e-6, atol=1e-7)
+    same_state(ours.opt, stock.opt)
+
+
+def test_the_next_trainer_may_have_another_precision():
+    module = Keeps()
+    train(module, VARIED, Fuse())
+    trainer, _ = train(module, VARIED, Fuse(), precision="bf16-true")
+    assert module.w.dtype == torch.bfloat16
+    assert int(trainer.optimizers[0].state[module.w]["step"]) == 4
+    assert float(module.opt.state[module.w]["step"]) == 4
+
+
+def test_where_one_of_two_is_refused_the_other_is_given_back():
+    class Mixed(Four):
+        def __init__(self):
+            super().__init__()
+            self.v = torch.nn.Parameter(torch.ones(4))
+            self.opts = [adamw([self.w]), torch.optim.RAdam([self.v])]
+            self.automatic_optimization = False
+
+        def configure_optimizers(self):
+            return self.opts
+
+    module = Mixed()
+    with pytest.raises(ValueError, match="RAdam"):
+        train(module, VARIED, Fuse())
+    assert [type(opt) for opt in module.opts] == [torch.optim.AdamW, torch.optim.RAdam]
+    module.w.grad = torch.ones(4)
+    module.opts[0].step()
+    assert module.w.tolist() == pytest.approx([0.99] * 4)
