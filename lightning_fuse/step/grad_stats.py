@@ -11,8 +11,8 @@ more than the reduction. Both give the same bits.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from ctypes import c_float
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
@@ -70,7 +70,7 @@ class _Arithmetic(NamedTuple):
 
 
 def _float32(number: float) -> float:
-    return c_float(number).value
+    return array("f", (number,))[0]
 
 
 def _at_most_one(number: float) -> float:
