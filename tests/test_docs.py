@@ -259,6 +259,7 @@ SCRIPTS_HERE = [c for c in SCRIPTS if not any(" ".join(c.words[1:]).startswith(s
 def test_a_script_runs(
     command: Command, folder: Path, workshop: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    write_files(PAGES, folder)
     name = Path(command.words[1]).stem
     given = command.words[: command.words.index(">")] if ">" in command.words else command.words
     words = _filled(given[2:], workshop)
