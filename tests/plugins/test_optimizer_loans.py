@@ -1,4 +1,4 @@
-"""An optimizer that a module keeps stays the module's: in the next Trainer, in its own hands, and after a fit."""
+"""An optimizer that a module keeps stays the module's: in the next Trainer, with Fuse or without, and after a fit."""
 
 from __future__ import annotations
 
@@ -9,55 +9,12 @@ import weakref
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch.optim import lr_scheduler as s
 
 from lightning_fuse import Fuse, FusedAdamW
-from tests.cases import Four, adamw, batches, one_bad, quiet_trainer, sgd, train
-
-MAKERS = {
-    "adamw": lambda ps: adamw(ps),
-    "adam": lambda ps: torch.optim.Adam(ps, lr=0.01, amsgrad=True),
-    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.01, momentum=0.9),
-}
-VARIED = batches(1.0, -2.0)
-
-
-class Keeps(Four):
-    """Builds optimizer and scheduler once and returns them at every fit."""
-
-    def __init__(self, make=adamw, scheduler=None):
-        super().__init__()
-        self.opt = make([self.w])
-        self.sched = scheduler and scheduler(self.opt)
-
-    def configure_optimizers(self):
-        if self.sched is None:
-            return self.opt
-        return [self.opt], [{"scheduler": self.sched, "interval": "step"}]
-
-
-class KeepsManual(Keeps):
-    """Steps the optimizer that it kept, by hand."""
-
-    def __init__(self, make=adamw):
-        super().__init__(make)
-        self.automatic_optimization = False
-
-    def training_step(self, batch):
-        self.opt.zero_grad()
-        self.manual_backward((self.w * batch).sum())
-        self.opt.step()
-
-
-def same_state(one, other):
-    assert one.param_groups[0].keys() == other.param_groups[0].keys()
-    assert one.state_dict()["param_groups"] == other.state_dict()["param_groups"]
-    ours, theirs = one.state_dict()["state"], other.state_dict()["state"]
-    assert ours.keys() == theirs.keys()
-    for index in ours:
-        assert ours[index].keys() == theirs[index].keys()
-        for key in ours[index]:
-            torch.testing.assert_close(ours[index][key], theirs[index][key], rtol=2e-6, atol=1e-9)
+from tests.cases import Four, adamw, batches, one_bad, quiet_trainer, train
+from tests.plugins.keeping import MAKERS, VARIED, Keeps, same_state
 
 
 @pytest.mark.parametrize("kind", MAKERS)
@@ -152,95 +109,6 @@ def test_a_fit_that_fails_gives_back_too(error):
     module.w.grad = torch.ones(4)
     module.opt.step()
     assert module.w.isfinite().all()
-
-
-@pytest.mark.parametrize("kind", MAKERS)
-def test_the_kept_optimizer_drives_ours_in_manual_optimization(kind):
-    stock, ours = KeepsManual(MAKERS[kind]), KeepsManual(MAKERS[kind])
-    train(stock, one_bad(4))
-    trainer, outcomes = train(ours, one_bad(4), Fuse())
-    torch.testing.assert_close(ours.w, stock.w, rtol=1e-6, atol=1e-7)
-    assert outcomes.of("reason") == ["ok"] * 4
-    assert int(trainer.optimizers[0].state[ours.w]["step"]) == 4
-
-
-def test_the_kept_optimizer_skips_what_is_not_finite():
-    ours = KeepsManual()
-    _, outcomes = train(ours, one_bad(4, 1), Fuse())
-    assert outcomes.of("reason") == ["ok", "nonfinite", "ok", "ok"]
-    assert ours.w.tolist() == pytest.approx([0.97] * 4)
-
-
-def test_everything_else_that_a_module_does_with_it():
-    seen = {}
-
-    class Looks(Keeps):
-        def on_train_batch_end(self, outputs, batch, batch_idx):
-            opt = self.opt
-            seen["text"] = repr(opt)
-            seen["state"] = opt.state[self.w]
-            seen["dict"] = opt.state_dict()
-            seen["copy"] = copy.deepcopy(opt)
-            seen["pickle"] = pickle.loads(pickle.dumps(opt))
-            opt.load_state_dict(opt.state_dict())
-            assert isinstance(opt, torch.optim.AdamW)
-            opt.register_step_pre_hook(lambda *_: seen.update(hooked=True))
-            assert opt.param_groups is self.trainer.optimizers[0].param_groups
-
-    module = Looks()
-    train(module, VARIED, Fuse(state=[("w", "bf16")]))
-    assert seen["text"].startswith("AdamW (")
-    assert seen["state"]["exp_avg"].dtype == torch.bfloat16
-    assert seen["dict"]["lightning_fuse"]
-    assert seen["hooked"]
-    for name in ("copy", "pickle"):
-        copied = seen[name]
-        assert type(copied) is torch.optim.AdamW
-        (p,) = copied.param_groups[0]["params"]
-        assert copied.state[p]["exp_avg"].dtype == torch.float32
-        p.grad = torch.ones(4)
-        copied.step()
-
-
-def test_a_callback_that_sets_the_groups_anew_reaches_the_modules_optimizer():
-    class Exchanges(Keeps):
-        def on_train_start(self):
-            self.trainer.optimizers[0].param_groups = [dict(g) for g in self.trainer.optimizers[0].param_groups]
-
-        def on_train_batch_start(self, batch, batch_idx):
-            self.opt.param_groups[0]["lr"] = 0.5
-
-    module = Exchanges()
-    train(module, one_bad(1), Fuse())
-    assert module.w.tolist() == pytest.approx([0.5] * 4)
-    assert module.opt.param_groups[0]["lr"] == 0.5
-
-
-def test_two_optimizers_of_a_module_keep_apart():
-    class Two(Four):
-        def __init__(self):
-            super().__init__()
-            self.v = torch.nn.Parameter(torch.ones(4))
-            self.opts = [adamw([self.w]), sgd([self.v])]
-            self.automatic_optimization = False
-
-        def configure_optimizers(self):
-            return self.opts
-
-        def training_step(self, batch):
-            self.manual_backward(((self.w + 2 * self.v) * batch).sum())
-            for opt in self.opts:
-                opt.step()
-                opt.zero_grad()
-
-    stock, ours = Two(), Two()
-    for _ in range(2):
-        train(stock, VARIED)
-        train(ours, VARIED, Fuse())
-    torch.testing.assert_close(ours.w, stock.w, rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(ours.v, stock.v, rtol=1e-6, atol=1e-7)
-    for one, other in zip(ours.opts, stock.opts, strict=True):
-        same_state(one, other)
 
 
 def test_groups_added_between_fits_are_trained_and_named():
@@ -358,3 +226,13 @@ def test_where_one_of_two_is_refused_the_other_is_given_back():
     module.w.grad = torch.ones(4)
     module.opts[0].step()
     assert module.w.tolist() == pytest.approx([0.99] * 4)
+
+
+def test_averages_of_weights_leave_optimizer_and_scheduler_as_stock_does():
+    stock, ours = (Keeps(adamw, lambda o: s.ExponentialLR(o, 0.9)) for _ in range(2))
+    for module, fuse in ((stock, []), (ours, [Fuse()])):
+        for _ in range(2):
+            train(module, VARIED, StochasticWeightAveraging(0.05, swa_epoch_start=1), *fuse, max_epochs=4)
+    torch.testing.assert_close(ours.w, stock.w, rtol=1e-6, atol=1e-7)
+    assert ours.sched.optimizer is ours.opt
+    assert ours.opt.param_groups[0]["lr"] == stock.opt.param_groups[0]["lr"]
