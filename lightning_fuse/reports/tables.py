@@ -50,7 +50,7 @@ def markdown_text(comparison: Comparison) -> str:
         f"Baseline: **{_inert(comparison.baseline.label)}**.",
         "",
     ]
-    lines += [f"- **{_inert(f.label)}**: {_inert(f.headline)}." for f in comparison.findings]
+    lines += headlines(comparison)
     if comparison.findings:
         lines += ["", "## In figures", "", *(f"- **{f.outcome}** · {_inert(f.text)}" for f in comparison.findings)]
     for table in tables_of(comparison):
@@ -60,6 +60,11 @@ def markdown_text(comparison: Comparison) -> str:
         lines += ["", f"## {_inert(table.title)}", "", *(f"| {' | '.join(row)} |" for row in rows)]
     lines += ["", "## Notes", "", *(f"- {_inert(note)}" for note in comparison.notes)]
     return "\n".join(lines) + "\n"
+
+
+def headlines(comparison: Comparison) -> list[str]:
+    """The answer as a Markdown list, a line per candidate; README.md has the flagship's."""
+    return [f"- **{_inert(finding.label)}**: {_inert(finding.headline)}." for finding in comparison.findings]
 
 
 def print_comparison(comparison: Comparison) -> None:

@@ -16,7 +16,7 @@ from lightning_fuse.reports.compare import compare
 from lightning_fuse.reports.comparison_csv import csv_text
 from lightning_fuse.reports.page import page, write_comparison
 from lightning_fuse.reports.stats import Comparison
-from lightning_fuse.reports.tables import markdown_text, tables_of
+from lightning_fuse.reports.tables import headlines, markdown_text, tables_of
 from tests.reports.run_folders import write_run, write_seeds
 
 VOID = {"meta", "link", "br", "img", "hr", "input", "line"}
@@ -152,6 +152,12 @@ def test_a_csv_is_compared_again_to_the_same_words(comparison: Comparison, tmp_p
     assert [finding.headline for finding in again.findings] == [finding.headline for finding in comparison.findings]
     assert csv_text(again) == csv_text(comparison)
     assert faults_of(page(again)) == []
+
+
+def test_the_readme_says_what_the_comparison_says(repo_root: Path) -> None:
+    lines = headlines(compare([repo_root / "benchmarks" / "flagship_byte_lm" / "comparison.csv"]))
+    assert len(lines) == 7
+    assert "\n".join(lines) in (repo_root / "README.md").read_text(encoding="utf-8")
 
 
 def test_markdown_tables_are_rectangular(comparison: Comparison) -> None:
