@@ -10,9 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from itertools import chain, repeat
-from operator import attrgetter, is_
+from itertools import repeat
 from typing import Any, TypeAlias, cast
 from warnings import warn
 
@@ -21,20 +19,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fuse.kernels import ParamSpec, ParamUpdate, StepKernel, check_kernel_name, choose_kernel
-from lightning_fuse.kernels.kernel import PARAM_DTYPES
-from lightning_fuse.kernels.shards import local_part, shard_of
+from lightning_fuse.kernels.shards import shard_of
 from lightning_fuse.optim.checkpoint.options import LoadOptions, LoadReport
 from lightning_fuse.optim.checkpoint.plan import Destination, LoadPlan, plan_load
 from lightning_fuse.optim.checkpoint.schema import describe_state
+from lightning_fuse.optim.group_cache import GroupCache
 from lightning_fuse.optim.group_names import name_added_group, parameter_names
-from lightning_fuse.optim.param_states import GroupCache, ensure_states
 from lightning_fuse.optim.selection import Selection, StateSpec
-from lightning_fuse.optim.settings import check_apart, check_gradient, check_parameter, check_shard, plain_numbers
+from lightning_fuse.optim.settings import check_apart, check_parameter, check_shard, plain_numbers
 from lightning_fuse.rules.rule import UpdateRule
-
-_GRAD, _LAYOUT, _DTYPE = attrgetter("grad"), attrgetter("layout"), attrgetter("dtype")
-_STRIDED, _READABLE = frozenset({torch.strided}), frozenset(PARAM_DTYPES)
-_AS_UPDATE = partial(tuple.__new__, ParamUpdate)  # ParamUpdate(...) would run a Python function for each
 
 Params: TypeAlias = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
@@ -52,7 +45,8 @@ class FusedOptimizer(Optimizer):
             is there, patterns may match any of them.
     """
 
-    _sharded = False  # whether any parameter is a DTensor
+    _cache: GroupCache | None = None
+    _kernel: StepKernel | None = None
     grad_factor: Tensor | None = None
     found_inf: Tensor | None = None
     known_names: Mapping[Tensor, str] | None = None
@@ -102,8 +96,7 @@ class FusedOptimizer(Optimizer):
 
     def specs(self) -> list[ParamSpec]:
         """What is decided about every parameter, in the order of the groups; no memory is allocated."""
-        self._refresh([None] * len(self.param_groups))
-        return [spec for cache in self._group_caches for spec in cache.specs]
+        return self._current().specs
 
     def specs_with_state(self) -> list[ParamSpec]:
         """The parameters that have state, or will have it after the next step.
@@ -162,7 +155,6 @@ class FusedOptimizer(Optimizer):
             check_apart((spec.name, spec.local) for spec in specs)
             for spec in specs:
                 check_shard(spec)
-            self._sharded = any(spec.shard is not None for spec in specs)
         except Exception:
             self.param_groups.pop()
             self.reset_caches()
@@ -202,7 +194,7 @@ class FusedOptimizer(Optimizer):
         if updates:
             self._choose_kernel().step(updates, factor, found_inf)
 
-    def gather(self) -> list[ParamUpdate]:
+    def gather(self) -> Sequence[ParamUpdate]:
         """Every parameter that has a gradient, with its state and hyperparameters; checked, and allocated if new.
 
         Returns:
@@ -212,18 +204,12 @@ class FusedOptimizer(Optimizer):
             TypeError: A parameter or its gradient is of a kind that no kernel reads.
             ValueError: A hyperparameter is out of range.
         """
-        found = [self._gradients(index, group) for index, group in enumerate(self.param_groups)]
-        if not any(grad is not None for _, grads in found for grad in grads):
-            return []
-        self._refresh([hyper for hyper, _ in found])
-        self._ensure([grads for _, grads in found])
-        updates: list[ParamUpdate] = []
-        for cache, (hyper, grads) in zip(self._group_caches, found, strict=True):
-            rows: Iterable[Any] = zip(cache.states, grads, repeat(hyper))
-            if any(map(is_, grads, repeat(None))):
-                rows = (row for row in rows if row[1] is not None)
-            updates += map(_AS_UPDATE, rows)
-        return updates
+        cache = self._current()
+        had = cache.states
+        updates = cache.gather(self.state)
+        if cache.states is not had:
+            self._kernel = None
+        return () if updates is None else updates
 
     def state_dict(self) -> dict[str, Any]:
         """State as torch keeps it, live and plain data; each parameter's says what it is under ``format``."""
@@ -296,8 +282,8 @@ class FusedOptimizer(Optimizer):
 
     def reset_caches(self) -> None:
         """Forgets what was derived from groups and state; for code that has changed both."""
-        self._group_caches: list[GroupCache] = []
-        self._kernel: StepKernel | None = None
+        self._cache = None
+        self._kernel = None
 
     # The caches.
 
@@ -307,83 +293,20 @@ class FusedOptimizer(Optimizer):
         if twice:
             raise ValueError(f"two parameters are called {twice[0]!r}: names must differ, state is saved by name")
 
-    def _gradients(self, index: int, group: Mapping[str, Any]) -> tuple[dict[str, Any], list[Tensor | None]]:
-        """A group's hyperparameters and gradients, checked; None where a parameter has no gradient."""
-        hyper = plain_numbers(group)
-        if not self._group_caches or len(self._group_caches) <= index or self._group_caches[index].hyper != hyper:
-            self.check_group(hyper)
-        grads = list(map(_GRAD, group["params"]))
-        if self._sharded:
-            grads = [None if grad is None else local_part(grad) for grad in grads]
-        found = [grad for grad in grads if grad is not None]
-        if not (_STRIDED.issuperset(map(_LAYOUT, found)) and _READABLE.issuperset(map(_DTYPE, found))):
-            for name, p in zip(parameter_names(group, index), group["params"], strict=True):
-                check_gradient(name, p)
-        return hyper, grads
-
-    def _refresh(self, hypers: Sequence[Mapping[str, Any] | None]) -> None:
-        """Makes specs anew where the groups' parameters, names or a number that chooses a rule have changed."""
-        caches = self._group_caches
-        groups = self.param_groups
-        if len(caches) == len(groups) and all(map(self._still_decided, caches, groups, hypers)):
-            return
-        self._group_caches = [self._cache_of(*each) for each in zip(range(len(groups)), groups, hypers, strict=True)]
-        self._kernel = None
-
-    def _cache_of(self, index: int, group: dict[str, Any], hyper: Mapping[str, Any] | None) -> GroupCache:
-        params, names = list(group["params"]), list(parameter_names(group, index))
-        specs = [self.spec_of(group, name, p) for name, p in zip(names, params, strict=True)]
-        return GroupCache(params, names, specs, hyper, [None] * len(params), [], [])
-
-    def _still_decided(self, cache: GroupCache, group: Mapping[str, Any], hyper: Mapping[str, Any] | None) -> bool:
-        if len(cache.params) != len(group["params"]) or not all(map(is_, group["params"], cache.params)):
-            return False
-        if cache.names != group.get("param_names", cache.names):
-            return False
-        if cache.specs and cache.specs[0].group is not group:
-            return False  # somebody has replaced the dict
-        if self._sharded and not all(spec.local is local_part(spec.param) for spec in cache.specs):
-            return False
-        if (plain_numbers(group) if hyper is None else hyper) != cache.hyper:
-            # Settings may stand for another rule now, for instance after momentum was set.
-            cache.hyper = hyper if hyper is not None else cache.hyper
-            return all(spec.rule is self.rule_for(group, spec.param) for spec in cache.specs)
-        return True
-
-    def _ensure(self, grads: Sequence[Sequence[Tensor | None]]) -> None:
-        """States for all parameters that have a gradient; known ones stay unless somebody replaced them.
-
-        Lightning and others replace state[p], or a tensor in it, by a moved copy: object identity shows it.
-        """
-        if all(map(self._still_held, self._group_caches, grads)):
-            return
-        store, wanted = self.state, []
-        for cache, mine in zip(self._group_caches, grads, strict=True):
-            for spec, grad in zip(cache.specs, mine, strict=True):
-                if grad is not None or store.get(spec.param):
-                    check_parameter(spec.name, spec.param, steps=True)
-                    wanted.append(spec)
-        made = dict(zip(map(id, wanted), ensure_states(wanted, store), strict=True))
-        for cache in self._group_caches:
-            cache.states = [made.get(id(spec)) for spec in cache.specs]
-            cache.held = [store[state.spec.param] for state in cache.states if state is not None]
-            cache.tensors = list(chain.from_iterable(map(dict.values, cache.held)))
-        self._kernel = None
-
-    def _still_held(self, cache: GroupCache, grads: Sequence[Tensor | None]) -> bool:
-        states = cache.states
-        if None in states:
-            if any(state is None and grad is not None for state, grad in zip(states, grads, strict=True)):
-                return False
-            params = [state.spec.param for state in states if state is not None]
+    def _current(self) -> GroupCache:
+        """What is decided about every parameter, made anew where it follows from something that has changed."""
+        cache, hypers = self._cache, list(map(plain_numbers, self.param_groups))
+        if cache is not None and hypers == cache.hypers:
+            changed: Iterable[int] = ()
         else:
-            params = cache.params
-        return (
-            len(params) == len(cache.held)
-            and all(map(is_, map(self.state.get, params), cache.held))
-            and sum(map(len, cache.held)) == len(cache.tensors)
-            and all(map(is_, chain.from_iterable(map(dict.values, cache.held)), cache.tensors))
-        )
+            before = cache.hypers if cache is not None and len(cache.hypers) == len(hypers) else repeat(None)
+            changed = [index for index, (new, old) in enumerate(zip(hypers, before, strict=False)) if new != old]
+        for index in changed:
+            self.check_group(hypers[index])
+        if cache is None or not cache.still_decided(self.param_groups, hypers, self.rule_for):
+            self._cache = cache = GroupCache(self.param_groups, hypers, self.spec_of)
+            self._kernel = None
+        return cache
 
     def _choose_kernel(self) -> StepKernel:
         if self._kernel is None:

@@ -6,8 +6,7 @@ torch's and other loaders replace tensors or the whole dict. Entries with other 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import MutableMapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -20,29 +19,6 @@ from lightning_fuse.optim.checkpoint.schema import FORMAT, read_format
 from lightning_fuse.optim.regions import Request, allocate
 
 StateStore: TypeAlias = MutableMapping[Tensor, dict[str, Any]]
-
-
-@dataclass
-class GroupCache:
-    """What one group's parameters are, as long as nothing that decides it changes.
-
-    Attributes:
-        params: The group's parameters.
-        names: Their names.
-        specs: What is decided about each.
-        hyper: Hyperparameters that the rules were last chosen by; None before the first step.
-        states: The state of each, or None before its first gradient.
-        held: ``state[p]`` of each that has state.
-        tensors: All tensors of those, in order.
-    """
-
-    params: list[Tensor]
-    names: list[str]
-    specs: list[ParamSpec]
-    hyper: Mapping[str, Any] | None
-    states: list[ParamState | None]
-    held: list[dict[str, Any]]
-    tensors: list[Any]
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_fuse.kernels.batch import UpdateBatch
 from lightning_fuse.kernels.cpu.plan import THREAD_GRAIN, Plan, SumPlan
 from lightning_fuse.kernels.cpu.shared_library import Library, load
 from lightning_fuse.kernels.cpu.tables import CODEC_IDS, DTYPE_IDS, MASTER_IDS, MAX_DIMS, RULE_IDS
@@ -72,14 +73,15 @@ class NativeKernel(StepKernel):
         """See ``StepKernel.step``."""
         if not updates:
             return
-        states, lazy, groups = zip(*updates, strict=True)
-        grads = [grad.resolve_neg() if grad.is_neg() else grad for grad in lazy]  # asking is no operator call
-        if self._plan is None or not self._plan.fits(states, grads, groups):
-            self._plan = Plan(states, grads, groups)
+        batch = UpdateBatch.of(updates)
+        if batch.signature.negated:
+            batch = UpdateBatch.of([each._replace(grad=each.grad.resolve_neg()) for each in batch])
+        if self._plan is None or not self._plan.fits(batch):
+            self._plan = Plan(batch)
         plan = self._plan
         factor, found_inf = _host_float(factor), _host_float(found_inf)
         changed = _library().step(
-            plan.refresh(grads, groups),
+            plan.refresh(batch),
             None if factor is None else factor.data_ptr(),
             None if found_inf is None else found_inf.data_ptr(),
             plan.threads(torch.get_num_threads()),

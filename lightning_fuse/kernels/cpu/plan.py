@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_fuse.formats.blocks import row_length
+from lightning_fuse.kernels.batch import UpdateBatch
 from lightning_fuse.kernels.cpu.tables import (
     DTYPE_IDS,
     GRADIENT_COLUMNS,
@@ -35,8 +36,6 @@ from lightning_fuse.kernels.cpu.tables import (
 from lightning_fuse.kernels.kernel import ParamState, check_fits
 from lightning_fuse.rules.rule import LayerwiseRule
 
-Group: TypeAlias = Mapping[str, Any]
-
 THREAD_GRAIN = 1 << 14  # elements below which another thread costs more than it brings
 
 _addresses, _count, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.numel, torch.Tensor.is_contiguous
@@ -47,9 +46,7 @@ class Plan:
     """The tables of one set of parameters.
 
     Args:
-        states: The parameters and their state.
-        grads: Their gradients, in the same order.
-        groups: Their hyperparameters, in the same order.
+        batch: The parameters with their state, gradients and hyperparameters.
 
     Attributes:
         params: The parameters, in order.
@@ -58,51 +55,48 @@ class Plan:
         RuntimeError: A tensor of the state is not what its format says, or a gradient has not its parameter's shape.
     """
 
-    def __init__(self, states: Sequence[ParamState], grads: Sequence[Tensor], groups: Sequence[Group]) -> None:
-        for state, grad in zip(states, grads, strict=True):
+    def __init__(self, batch: UpdateBatch) -> None:
+        for state, grad in zip(batch.states, batch.grads, strict=True):
             check_state(state)
             check_fits(state.spec, grad)
-        self.states = states
-        self.params = [state.spec.local for state in states]
-        self._state = list(chain.from_iterable(map(_state_tensors, states)))
-        self._group_numbers = _number(groups)
-        self._params_seen = _signature(self.params)
-        self._grads_seen = _signature(grads)
+        self.states = batch.states
+        self.params = [state.spec.local for state in self.states]
+        self._state = list(chain.from_iterable(map(_state_tensors, self.states)))
+        self._group_numbers, self._group_count = batch.groups, len(batch.hypers)
+        self._signature = batch.signature
         self._state_seen = list(map(_addresses, self._state))
-        self._write(grads)
+        self._write(batch)
 
-    def fits(self, states: Sequence[ParamState], grads: Sequence[Tensor], groups: Sequence[Group]) -> bool:
-        """Whether the tables still say the truth about this work; gradients may have moved."""
+    def fits(self, batch: UpdateBatch) -> bool:
+        """Whether the tables still say the truth about these updates; gradients may have moved."""
         return (
-            len(states) == len(self.states)
-            and all(map(is_, states, self.states))
-            and _number(groups) == self._group_numbers
-            and _signature(self.params) == self._params_seen
-            and _signature(grads) == self._grads_seen
+            (batch.states is self.states or _same(batch.states, self.states))
+            and (batch.groups is self._group_numbers or batch.groups == self._group_numbers)
+            and len(batch.hypers) == self._group_count
+            and (batch.signature is self._signature or self._signature.matches([*self.params, *batch.grads]))
             and list(map(_addresses, self.params)) == self._params_at
             and list(map(_addresses, self._state)) == self._state_seen
         )
 
-    def refresh(self, grads: Sequence[Tensor], groups: Sequence[Group]) -> int:
+    def refresh(self, batch: UpdateBatch) -> int:
         """Writes what changes from step to step: where gradients lie, and hyperparameters.
 
         Args:
-            grads: Gradients that the plan fits.
-            groups: Hyperparameters, in the same order.
+            batch: Updates that the plan fits.
 
         Returns:
             Address of the ``Plan`` that C++ reads.
         """
-        self._grads[0::GRADIENT_COLUMNS] = array("q", map(_addresses, grads))
-        rows = dict(zip(self._group_numbers, groups, strict=True))
-        self._groups[:] = array("d", chain.from_iterable(group_row(rows[number]) for number in range(len(rows))))
+        self._grads[0::GRADIENT_COLUMNS] = array("q", map(_addresses, batch.grads))
+        self._groups[:] = array("d", chain.from_iterable(map(group_row, batch.hypers)))
         return self._address
 
     def threads(self, allowed: int) -> int:
         """How many threads are worth starting."""
         return max(1, min(allowed, self._cost // THREAD_GRAIN))
 
-    def _write(self, grads: Sequence[Tensor]) -> None:
+    def _write(self, batch: UpdateBatch) -> None:
+        grads = batch.grads
         self._params_at = list(map(_addresses, self.params))
         layouts = Layouts()
         of_params = [layouts.add(p) for p in self.params]
@@ -118,7 +112,7 @@ class Plan:
         measures = any(isinstance(state.spec.rule, LayerwiseRule) for state in self.states)
         self._tasks, self._waves, self._cost = tasks_of(self._chunks, measures)
         self._norms = array("d", bytes(16 * (len(self._chunks) // 3) if measures else 0))
-        self._groups = array("d", bytes(8 * GROUP_COLUMNS * (max(self._group_numbers, default=-1) + 1)))
+        self._groups = array("d", bytes(8 * GROUP_COLUMNS * len(batch.hypers)))
         self._scalars = array("b", bytes(SCALARS_BYTES * len(self.states)))
         self._header = array("q", [len(self.states), _at(self._slots_table), _at(self._grads), _at(self._chunks)])
         self._header.extend([len(self._tasks) // TASK_COLUMNS, _at(self._tasks), _at(self._groups), _at(self._scalars)])
@@ -180,14 +174,8 @@ def _as_it_lies(tensor: Tensor) -> Tensor:
     return tensor.permute(sorted(range(tensor.dim()), key=strides.__getitem__, reverse=True))
 
 
-def _number(groups: Iterable[Group]) -> list[int]:
-    """Groups as numbers in the order of their first appearance."""
-    known: dict[int, int] = {}
-    return [known.setdefault(identity, len(known)) for identity in map(id, groups)]
-
-
-def _signature(tensors: Sequence[Tensor]) -> list[tuple[torch.dtype, torch.Size, tuple[int, ...]]]:
-    return [(t.dtype, t.shape, t.stride()) for t in tensors]
+def _same(states: Sequence[ParamState], others: Sequence[ParamState]) -> bool:
+    return len(states) == len(others) and all(map(is_, states, others))
 
 
 def _state_tensors(state: ParamState) -> list[Tensor]:
