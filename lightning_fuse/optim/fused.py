@@ -16,6 +16,7 @@ from warnings import warn
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from lightning_fuse.kernels import ParamSpec, ParamUpdate, StepKernel, check_kernel_name, choose_kernel
@@ -26,7 +27,7 @@ from lightning_fuse.optim.checkpoint.schema import describe_state
 from lightning_fuse.optim.group_cache import GroupCache
 from lightning_fuse.optim.group_names import name_added_group, parameter_names
 from lightning_fuse.optim.selection import Selection, StateSpec
-from lightning_fuse.optim.settings import check_apart, check_parameter, check_shard, plain_numbers
+from lightning_fuse.optim.settings import check_apart, check_parameter, check_shard, part_shared_tensors, plain_numbers
 from lightning_fuse.rules.rule import UpdateRule
 
 Params: TypeAlias = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
@@ -46,6 +47,7 @@ class FusedOptimizer(Optimizer):
     """
 
     _cache: GroupCache | None = None
+    _shared_tensors: Sequence[Tensor] = ()  # learning rates that several groups were given as one tensor
     _kernel: StepKernel | None = None
     grad_factor: Tensor | None = None
     found_inf: Tensor | None = None
@@ -148,6 +150,7 @@ class FusedOptimizer(Optimizer):
             if len(set(map(id, group["params"]))) != len(group["params"]):
                 raise ValueError("a parameter appears twice in one group; pass each parameter once")
             self._check_names(group)
+            self._shared_tensors = part_shared_tensors(self.param_groups, self._shared_tensors)
             self.check_group(plain_numbers(group))
             for name, p in zip(parameter_names(group, len(self.param_groups) - 1), group["params"], strict=True):
                 check_parameter(name, p)
@@ -161,6 +164,7 @@ class FusedOptimizer(Optimizer):
             raise
         self.reset_caches()
 
+    @_disable_dynamo  # one native call: torch.compile has nothing to gain, and would compile anew for every lr
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Applies one update to every parameter that has a gradient.

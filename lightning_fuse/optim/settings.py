@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from numbers import Real
 from typing import Any
@@ -15,6 +16,7 @@ from lightning_fuse.kernels.kernel import PARAM_DTYPES, ParamSpec, is_wrapped, o
 from lightning_fuse.kernels.shards import unsupported_reason
 from lightning_fuse.rules.rule import LayerwiseRule
 
+ROUNDING_OF_LR = 1e-12  # far above what float64 leaves of any learning rate, far below any that trains
 # Torch arguments that choose between torch's own loops.
 EXECUTION_KEYS = ("foreach", "fused", "capturable", "differentiable")
 
@@ -111,6 +113,8 @@ def check_nesterov(group: Mapping[str, Any]) -> None:
 def plain_numbers(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group's hyperparameters with tensors (a tensor lr, tensor betas) read as Python numbers.
 
+    Schedules that end at 0 end a rounding away from it: a learning rate that is negative by so little is 0.
+
     Args:
         group: A parameter group.
 
@@ -120,7 +124,31 @@ def plain_numbers(group: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: A tensor holds more than one number.
     """
-    return {key: _plain(key, value) for key, value in group.items() if key not in ("params", "param_names")}
+    numbers = {key: _plain(key, value) for key, value in group.items() if key not in ("params", "param_names")}
+    lr = numbers.get("lr")
+    if isinstance(lr, float) and -ROUNDING_OF_LR < lr < 0.0:
+        numbers["lr"] = 0.0
+    return numbers
+
+
+def part_shared_tensors(groups: Sequence[dict[str, Any]], seen: Sequence[Tensor]) -> list[Tensor]:
+    """Gives each group a copy of a hyperparameter that several share as one tensor: schedulers write into it.
+
+    Args:
+        groups: All groups; changed in place.
+        seen: Tensors that were found to be shared before.
+
+    Returns:
+        All that were found to be shared; they keep their values.
+    """
+    held = [(group, key, value) for group in groups for key, value in group.items() if isinstance(value, Tensor)]
+    counts = Counter(id(value) for _, _, value in held)
+    shared = list(seen)
+    for group, key, value in held:
+        if counts[id(value)] > 1 or any(value is other for other in seen):
+            shared.append(value)
+            group[key] = value.clone()
+    return shared
 
 
 def _plain(key: str, value: Any) -> Any:
