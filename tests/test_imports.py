@@ -256,3 +256,52 @@ def test_an_unknown_public_name_lists_the_known_ones() -> None:
 
     with pytest.raises(AttributeError, match=r"no attribute 'FusedNothing'; public names: .*FusedAdamW"):
         lightning_fuse.FusedNothing  # noqa: B018
+
+
+def test_no_module_imports_itself_by_way_of_others(repo_root: Path) -> None:
+    """A circle makes two modules one; an import for type checkers alone counts, too."""
+    assert circles(repo_root / "lightning_fuse") == []
+
+
+def test_a_circle_is_seen(tmp_path: Path) -> None:
+    package = tmp_path / "lightning_fuse"
+    package.mkdir()
+    for name, other in (("a", "b"), ("b", "c"), ("c", "a"), ("d", "a")):
+        (package / f"{name}.py").write_text(f"def late():\n    from lightning_fuse import {other}\n", encoding="utf-8")
+    (package / "__init__.py").write_text("", encoding="utf-8")
+    assert circles(package) == [["lightning_fuse.a", "lightning_fuse.b", "lightning_fuse.c"]]
+
+
+def circles(package: Path) -> list[list[str]]:
+    """Groups of modules that reach each other by imports, wherever in a file those stand."""
+    files = {_module_name(path, package): path for path in package.rglob("*.py")}
+    targets = {name: _targets(path, files) - {name} for name, path in files.items()}
+    reached = {name: _reach(name, targets) for name in targets}
+    groups = {tuple(sorted({name, *(o for o in reached[name] if name in reached[o])})) for name in targets}
+    return sorted(list(group) for group in groups if len(group) > 1)
+
+
+def _module_name(path: Path, package: Path) -> str:
+    return ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _targets(path: Path, files: dict[str, Path]) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            found.update(name if name in files else node.module for name in names)
+        elif isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+    return found & files.keys()
+
+
+def _reach(name: str, targets: dict[str, set[str]]) -> set[str]:
+    reached: set[str] = set()
+    waiting = list(targets[name])
+    while waiting:
+        one = waiting.pop()
+        if one not in reached:
+            reached.add(one)
+            waiting += targets[one]
+    return reached
