@@ -15,19 +15,12 @@ from torch.optim import Optimizer
 
 from lightning_fuse.callbacks.step_monitor import state_bytes
 from lightning_fuse.callbacks.time_to_target import TimeToTarget
+from lightning_fuse.optim.catalog import CATALOG
 from lightning_fuse.plugins.atomic_checkpoint import AtomicCheckpointIO
 from lightning_fuse.records import OptimizerSummary
 
 # Class name to the word the user types.
-WORDS = {
-    "FusedAdamW": "adamw_fused",
-    "FusedAdam": "adam_fused",
-    "FusedSGD": "sgd_fused",
-    "FusedLion": "lion_fused",
-    "FusedLARS": "lars_fused",
-    "FusedLAMB": "lamb_fused",
-    "FusedAdEMAMix": "ademamix_fused",
-}
+WORDS = {entry.cls.__name__: entry.word for entry in CATALOG}
 
 
 class BestValue:

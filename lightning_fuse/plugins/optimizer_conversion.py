@@ -10,20 +10,14 @@ from typing import Any
 import torch
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from torch import Tensor
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Adam, Optimizer
 
 from lightning_fuse.kernels import check_kernel_name
 from lightning_fuse.optim import (
-    FusedAdam,
-    FusedAdamW,
-    FusedAdEMAMix,
-    FusedLAMB,
-    FusedLARS,
-    FusedLion,
     FusedOptimizer,
-    FusedSGD,
     LoadOptions,
 )
+from lightning_fuse.optim.catalog import CATALOG, entry_of
 from lightning_fuse.optim.group_names import parameter_names
 from lightning_fuse.optim.groups import check_patterns
 from lightning_fuse.optim.selection import Selection, StateSpec
@@ -32,16 +26,10 @@ from lightning_fuse.plugins.optimizer_loan import Loan, Step, loan_of, take_torc
 from lightning_fuse.plugins.schedulers import holders, mark_step
 from lightning_fuse.registry import unknown_name
 
-FUSED: dict[str, type[FusedOptimizer]] = {
-    "adamw_fused": FusedAdamW,
-    "adam_fused": FusedAdam,
-    "sgd_fused": FusedSGD,
-    "lion_fused": FusedLion,
-    "lars_fused": FusedLARS,
-    "lamb_fused": FusedLAMB,
-    "ademamix_fused": FusedAdEMAMix,
+FUSED: dict[str, type[FusedOptimizer]] = {entry.word: entry.cls for entry in CATALOG}
+SAME_RULE: dict[type[Optimizer], str] = {
+    entry.torch_twin: entry.word for entry in CATALOG if entry.torch_twin is not None
 }
-SAME_RULE: dict[type[Optimizer], str] = {AdamW: "adamw_fused", Adam: "adam_fused", SGD: "sgd_fused"}
 AUTO = "auto"
 
 
@@ -293,14 +281,8 @@ def _is_narrow(optimizer: Optimizer) -> bool:
 
 def _arguments(cls: type[FusedOptimizer]) -> set[str]:
     """The settings that a class takes over; those that another rule has besides mean nothing to it."""
-    own = {
-        FusedSGD: {"momentum", "dampening", "nesterov"},
-        FusedLARS: {"momentum", "nesterov"},
-        FusedLion: {"betas"},
-        FusedLAMB: {"betas", "eps"},
-        FusedAdEMAMix: {"eps"},  # of three betas two are another optimizer's
-    }
-    return {"lr", "weight_decay", "maximize"} | own.get(cls, {"betas", "eps", "amsgrad"})
+    entry = entry_of(cls)
+    return set() if entry is None else set(entry.settings)
 
 
 def _check_same(old: FusedOptimizer, spec: OptimizerSpec) -> None:

@@ -14,18 +14,14 @@ from torch import Tensor
 from lightning_fuse.formats.format import decode_moments, state_tensors
 from lightning_fuse.kernels.kernel import ParamSpec
 from lightning_fuse.kernels.shards import local_part
-from lightning_fuse.optim.adam import FusedAdam
-from lightning_fuse.optim.adamw import FusedAdamW
+from lightning_fuse.optim.catalog import CATALOG
 from lightning_fuse.optim.checkpoint.hyperparameters import NON_HYPERPARAMETERS
 from lightning_fuse.optim.fused import FusedOptimizer
 from lightning_fuse.optim.settings import plain_numbers
-from lightning_fuse.optim.sgd import FusedSGD
 
 # Our class -> the word for it, and torch's optimizer of the same maths.
 TORCH_CLASSES: dict[type[FusedOptimizer], tuple[str, type[torch.optim.Optimizer]]] = {
-    FusedAdamW: ("adamw", torch.optim.AdamW),
-    FusedAdam: ("adam", torch.optim.Adam),
-    FusedSGD: ("sgd", torch.optim.SGD),
+    entry.cls: (entry.name, entry.torch_twin) for entry in CATALOG if entry.torch_twin is not None
 }
 
 

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_fuse.kernels.kernel import PARAM_DTYPES
-from lightning_fuse.optim.adam import FusedAdam
-from lightning_fuse.optim.adamw import FusedAdamW
-from lightning_fuse.optim.ademamix import FusedAdEMAMix
+from lightning_fuse.optim.catalog import CATALOG
 from lightning_fuse.optim.checkpoint.export import to_torch_state
 from lightning_fuse.optim.checkpoint.foreign import BnbMoment, from_bitsandbytes
 from lightning_fuse.optim.checkpoint.hyperparameters import NON_HYPERPARAMETERS
@@ -20,22 +18,10 @@ from lightning_fuse.optim.checkpoint.options import LoadOptions, LoadReport
 from lightning_fuse.optim.checkpoint.schema import SavedFormat, saved_formats
 from lightning_fuse.optim.fused import FusedOptimizer
 from lightning_fuse.optim.group_names import parameter_names
-from lightning_fuse.optim.lamb import FusedLAMB
-from lightning_fuse.optim.lars import FusedLARS
-from lightning_fuse.optim.lion import FusedLion
 from lightning_fuse.optim.selection import StateSpec
-from lightning_fuse.optim.sgd import FusedSGD
 from lightning_fuse.registry import unknown_name
 
-CLASSES: dict[str, Callable[..., FusedOptimizer]] = {
-    "adamw": FusedAdamW,
-    "adam": FusedAdam,
-    "sgd": FusedSGD,
-    "lion": FusedLion,
-    "lars": FusedLARS,
-    "lamb": FusedLAMB,
-    "ademamix": FusedAdEMAMix,
-}
+CLASSES: dict[str, Callable[..., FusedOptimizer]] = {entry.name: entry.cls for entry in CATALOG}
 
 
 def convert(
