@@ -29,7 +29,7 @@ from lightning_fuse.callbacks.resume_settings import Difference
 from lightning_fuse.config import ConfigError, resolved
 from lightning_fuse.optim import FusedOptimizer, LoadOptions
 from lightning_fuse.plugins.atomic_checkpoint import read_checkpoint
-from lightning_fuse.records import Checkpoint, RunFolder, find_checkpoint
+from lightning_fuse.records import Checkpoint, RunFolder, find_checkpoint, read_summary
 from lightning_fuse.registry import unknown_name
 from lightning_fuse.run_place import hydra_quoted
 from lightning_fuse.trusted_targets import check_targets
@@ -198,7 +198,7 @@ def check_checkpoint(start: Start, module: torch.nn.Module, optimizer: Optimizer
     path, steps, end = start.checkpoint, start.global_step, start.cfg.trainer.max_steps
     if path is None:
         return
-    if 0 <= end <= steps and not start.weights_only:
+    if 0 <= end <= steps and not start.weights_only and not _is_pending(start):
         raise ConfigError(
             f"resume={start.cfg.resume}: the run is finished, step {steps} of {end}; use trainer.max_steps={2 * steps} "
             "to go on"
@@ -220,6 +220,12 @@ def check_checkpoint(start: Start, module: torch.nn.Module, optimizer: Optimizer
         optimizer.plan_load(state, _load_options(start.cfg))
     else:
         optimizer.load_state_dict(state)
+
+
+def _is_pending(start: Start) -> bool:
+    """Whether the run that is resumed was stopped after its last step, before its summary was written."""
+    summary = RunFolder(start.cfg.run_folder).summary
+    return start.in_place and summary.is_file() and read_summary(summary).status != "finished"
 
 
 def _load_options(cfg: DictConfig) -> LoadOptions:

@@ -33,8 +33,8 @@ from lightning_fuse.config import ConfigError, check, columns, optimizer_factory
 from lightning_fuse.config_values import check_values
 from lightning_fuse.optim import FusedOptimizer
 from lightning_fuse.plugins import stock_precision
-from lightning_fuse.plugins.atomic_checkpoint import AtomicCheckpointIO, CheckpointWriteError
-from lightning_fuse.records import RunFolder, is_locked
+from lightning_fuse.plugins.atomic_checkpoint import AtomicCheckpointIO
+from lightning_fuse.records import FileWriteError, RunFolder, is_locked, replace_file, write_error
 from lightning_fuse.resume import AUTO, CONFIG_FOLDER, Start, check_checkpoint, find_start
 from lightning_fuse.run_place import check_writable, forget_folder, resume_command, short_path
 
@@ -96,13 +96,24 @@ class Run:
         about = {"parameters": elements, "data_hash": data_hash}
         self.trainer = _trainer(self.cfg, {**columns(self.cfg), **about}, self.start.restart)
 
+    @rank_zero_only
+    def _begin(self) -> None:
+        """Takes the run folder, then writes the configuration; the loser of two starts writes nothing."""
+        recorder = next(found for found in self.trainer.callbacks if isinstance(found, RunRecorder))  # type: ignore[attr-defined]
+        recorder.reserve(resumes=self.start.in_place)
+        try:
+            _write_config(self.cfg, self.start)
+        except BaseException:
+            recorder.release()
+            raise
+
     def fit(self) -> dict[str, float]:
         """Trains.
 
         Returns:
             The last value of every logged metric.
         """
-        _write_config(self.cfg, self.start)
+        self._begin()
         _say([*self.start.describe(), *self._what])
         with _own_wandb_run():
             self.trainer.fit(self.module, datamodule=self.data, ckpt_path=self.start.checkpoint, weights_only=True)
@@ -170,7 +181,7 @@ def main(
     except SystemExit as stopped:  # Lightning's answer to Ctrl-C, and a SIGTERM
         _say_how_to_go_on(run)
         raise SystemExit(143 if isinstance(stopped, SIGTERMException) else 130) from None
-    except (ValueError, RuntimeError, NotImplementedError, CheckpointWriteError) as error:
+    except (ValueError, RuntimeError, NotImplementedError, FileWriteError) as error:
         # A multirun finishes its other jobs and then fails with this error.
         if not _is_ours(error) or _in_multirun():
             raise
@@ -259,14 +270,16 @@ def _typed() -> list[str]:
     return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
 
 
-@rank_zero_only
 def _write_config(cfg: DictConfig, start: Start) -> None:
     """Keeps the configuration where Hydra would, resolved, and the words that compose it."""
     folder = Path(cfg.run_folder) / CONFIG_FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(cfg, folder / "config.yaml", resolve=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise write_error(folder, error) from error
+    replace_file(folder / "config.yaml", [OmegaConf.to_yaml(cfg, resolve=True)])
     words = [word for word in start.overrides if not word.startswith(("resume=", "restore."))]
-    OmegaConf.save(OmegaConf.create(words), folder / "overrides.yaml")
+    replace_file(folder / "overrides.yaml", [OmegaConf.to_yaml(OmegaConf.create(words))])
 
 
 @contextmanager

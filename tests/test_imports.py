@@ -47,7 +47,7 @@ OUTSIDE = {
     "optim": {"torch", "bitsandbytes"},
     "distributed": {"torch"},
     "step": {"torch"},
-    "records": set(),
+    "records": {"filelock"},
     "plugins": {"torch", "lightning"},
     "callbacks": {"torch", "lightning", "matplotlib", "numpy", "rich", "torchdata", "torchmetrics"},
     "recipes": {"torch", "lightning", "pydantic", "sklearn", "torchdata", "torchmetrics"},

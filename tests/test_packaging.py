@@ -94,8 +94,8 @@ def _closure(todo: list[Requirement]) -> tuple[set[str], set[str]]:
     return reached, missing
 
 
-def test_the_core_needs_only_torch_and_lightning(project: dict) -> None:
-    assert sorted(Requirement(line).name for line in project["dependencies"]) == ["lightning", "torch"]
+def test_the_core_needs_only_torch_lightning_and_filelock(project: dict) -> None:
+    assert sorted(Requirement(line).name for line in project["dependencies"]) == ["filelock", "lightning", "torch"]
 
 
 @pytest.fixture

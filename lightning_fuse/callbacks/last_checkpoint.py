@@ -71,6 +71,8 @@ class LastCheckpoint(Checkpoint):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Saves after every ``every``-th optimizer step, before a validation, and where a signal asked to stop."""
+        if 0 <= trainer.max_steps <= trainer.global_step:
+            return  # saved by on_train_end, with the validation that comes first: one that is killed is done again
         stop = self._signals is not None and self._signals.due(trainer)
         if stop or trainer.global_step % self.every == 0 or (self._signals and _validation_may_follow(trainer)):
             self.save(trainer)
@@ -83,7 +85,8 @@ class LastCheckpoint(Checkpoint):
         # Several ranks agree after a training batch.
         if signals is None or signals.wanted is None or trainer.world_size > 1:
             return
-        if trainer.sanity_checking or self._saved_at == trainer.global_step:
+        at_end = 0 <= trainer.max_steps <= trainer.global_step
+        if trainer.sanity_checking or self._saved_at == trainer.global_step or at_end:
             signals.stop(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

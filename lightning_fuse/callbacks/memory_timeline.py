@@ -39,7 +39,7 @@ from lightning_fuse.callbacks.memory_phases import (
 from lightning_fuse.callbacks.profile_trace import Trace, busy
 from lightning_fuse.callbacks.run_clocks import Stopwatch
 from lightning_fuse.records import MetricsTable, read_metrics
-from lightning_fuse.records.durable import replace_file
+from lightning_fuse.records.atomic_file import replace_file
 from lightning_fuse.records.strict_json import encode
 from lightning_fuse.step import StepOutcome
 

@@ -45,6 +45,7 @@ from lightning_fuse.records import (
     build_manifest,
     read_metrics,
     read_step_rows,
+    read_summary,
     summary_table,
     write_manifest,
     write_summary,
@@ -110,6 +111,40 @@ class RunRecorder(Callback):
         if stage == "fit":
             self.clocks.fit_begins()
 
+    def reserve(self, resumes: bool) -> None:
+        """Takes the run folder before anything is written into it; only rank 0's process may ask.
+
+        Args:
+            resumes: Whether a checkpoint is loaded; a new run needs a folder without one.
+
+        Raises:
+            ValueError: The folder holds another run.
+            RuntimeError: Another process is writing into the folder.
+        """
+        self.folder.create()
+        lock = self._lock or FolderLock(self.folder.path)
+        if not lock.take():
+            raise RuntimeError(
+                f"run folder {self.folder.path}: another process is training in it now; wait for its end, or start a "
+                f"new run from its checkpoint with resume={self.folder.checkpoints}/last.ckpt"
+            )
+        self._lock = lock
+        if not resumes and self.folder.manifest.exists() and not self._begins_anew():
+            self.release()
+            raise ValueError(
+                f"run folder {self.folder.path} already holds a run (manifest.json); "
+                "resume it from its checkpoint, or name a new folder"
+            )
+
+    def release(self) -> None:
+        """Lets others write into the folder; more than once is fine."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def _begins_anew(self) -> bool:
+        return self.restart and not list(self.folder.checkpoints.glob("*.ckpt"))
+
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Writes the manifest."""
         self.best.watch(trainer)
@@ -120,20 +155,8 @@ class RunRecorder(Callback):
     def _take_folder(self, trainer: pl.Trainer) -> None:
         if not trainer.is_global_zero or self._ours:
             return
-        fresh = self.restart and not list(self.folder.checkpoints.glob("*.ckpt"))
-        if trainer.ckpt_path is None and self.folder.manifest.exists() and not fresh:
-            raise ValueError(
-                f"run folder {self.folder.path} already holds a run (manifest.json); "
-                "resume it from its checkpoint, or name a new folder"
-            )
-        self.folder.create()
-        self._lock = FolderLock(self.folder.path)
-        if not self._lock.take():
-            raise RuntimeError(
-                f"run folder {self.folder.path}: another process is training in it now; wait for its end, or start a "
-                f"new run from its checkpoint with resume={self.folder.checkpoints}/last.ckpt"
-            )
-        if fresh or not self.folder.manifest.exists():
+        self.reserve(resumes=trainer.ckpt_path is not None)
+        if self._begins_anew() or not self.folder.manifest.exists():
             write_manifest(self.folder.manifest, self._manifest(trainer))
         self._ours = True
 
@@ -143,6 +166,10 @@ class RunRecorder(Callback):
         self._take_folder(trainer)
         if not trainer.is_global_zero:
             return
+        self._open_tables(trainer)
+        write_summary(self.folder.summary, self._summary(trainer, "running", None))
+
+    def _open_tables(self, trainer: pl.Trainer) -> None:
         step = trainer.global_step
         if trainer.ckpt_path is not None:
             checkpoint = trainer.ckpt_path
@@ -153,7 +180,6 @@ class RunRecorder(Callback):
         self._step_ms = array("d", _column(read_step_rows(self.folder.steps), "optimizer_ms"))
         self._tokens_per_s = array("d", _column(read_metrics(self.folder.metrics), TOKENS_PER_S))
         self._write_resumed_metrics()
-        write_summary(self.folder.summary, self._summary(trainer, "running", None))
 
     def _write_resumed_metrics(self) -> None:
         """Writes the last log step before the checkpoint, where the run was killed before it had done so."""
@@ -255,14 +281,21 @@ class RunRecorder(Callback):
 
     def _finish(self, trainer: pl.Trainer, status: str, reason: str | None) -> None:
         self.clocks.fit_ends()
-        if self._lock is not None:
-            self._lock.release()
+        try:
+            self._write_end(trainer, status, reason)
+        finally:
+            self.release()
+
+    def _write_end(self, trainer: pl.Trainer, status: str, reason: str | None) -> None:
         if not trainer.is_global_zero or trainer.state.fn != TrainerFn.FITTING:
             return
-        # A fit that had nothing to do (the resumed run was finished) leaves the summary of the one that had.
-        trained = self._rows is not None
+        if self._ours and self._rows is None and status == "finished":
+            # A fit that had nothing to do leaves the summary of the one that had, unless that was killed before it.
+            if _is_finished(self.folder.summary):
+                return
+            self._open_tables(trainer)
         self._close()
-        if not self._ours or (status == "finished" and not trained):
+        if not self._ours:
             return
         summary = self._summary(trainer, status, reason)
         newest = self.folder.newest_checkpoint()
@@ -358,6 +391,10 @@ class RunRecorder(Callback):
         due = state_dict.get("due")
         if due is not None:
             self._due, self._metrics_of_due = dict(due["place"]), dict(due["metrics"])
+
+
+def _is_finished(summary: Path) -> bool:
+    return summary.exists() and read_summary(summary).status == "finished"
 
 
 def _in_training(trainer: pl.Trainer) -> bool:

@@ -27,7 +27,7 @@ from lightning_fuse.callbacks.run_result import show_table
 from lightning_fuse.callbacks.step_monitor import state_bytes
 from lightning_fuse.callbacks.target_history import BatchCounter
 from lightning_fuse.plugins.precision import contract_of
-from lightning_fuse.records.durable import replace_file
+from lightning_fuse.records.atomic_file import replace_file
 from lightning_fuse.records.strict_json import encode
 from lightning_fuse.step import StepContract
 

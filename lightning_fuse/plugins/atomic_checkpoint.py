@@ -11,28 +11,26 @@ the file instead of copying it.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import pickle
-import shutil
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 
 from lightning_fuse.plugins.mapped_tensors import own_mappings
+from lightning_fuse.records.atomic_file import FileWriteError, replace_through, room
 from lightning_fuse.records.checkpoint_file import DamagedCheckpointError, SealedWriter, remember_whole, verify
 
 PART_SUFFIX = ".part"  # of a file that is being written
 PLAIN = (str, bytes, int, float, bool, complex, type(None), torch.Tensor, torch.Size, torch.dtype, torch.device)
 
 
-class CheckpointWriteError(OSError):
+class CheckpointWriteError(FileWriteError):
     """A checkpoint could not be written; the one before it is untouched."""
 
 
@@ -99,15 +97,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         part = target.with_name(target.name + PART_SUFFIX)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            size = _write(checkpoint, part)
-            part.replace(target)
+            size = replace_through(target, part, lambda file: _write(checkpoint, file))
         except OSError as error:
-            _remove(part)
             raise _write_error(target, error) from error
-        except BaseException:
-            _remove(part)
-            raise
-        _sync_folder(target.parent)
         remember_whole(target)
         self.saved.add(size, perf_counter() - begun)
         self.save_ms.append(1000 * self.saved.seconds)
@@ -188,33 +180,29 @@ def read_checkpoint(path: str | Path, map_location: Any | None = None, *, truste
     return contents
 
 
-def _write(checkpoint: Mapping[str, Any], part: Path) -> int:
-    with part.open("wb") as file:
-        writer = SealedWriter(file)
-        try:
-            torch.save(checkpoint, writer)  # type: ignore[arg-type]  # it only writes and flushes
-        except RuntimeError as error:
-            # torch reports a failed write in its own words, and keeps the system's as the cause or not at all.
-            cause = error.__cause__ or error.__context__
-            if isinstance(cause, OSError):
-                raise cause from error
-            if "write" in str(error):
-                raise OSError(_gist(error)) from error
-            raise
-        writer.seal()
-        os.fsync(file.fileno())
-        return file.tell()
+def _write(checkpoint: Mapping[str, Any], file: BinaryIO) -> None:
+    writer = SealedWriter(file)
+    try:
+        torch.save(checkpoint, writer)  # type: ignore[arg-type]  # it only writes and flushes
+    except RuntimeError as error:
+        # torch reports a failed write in its own words, and keeps the system's as the cause or not at all.
+        cause = error.__cause__ or error.__context__
+        if isinstance(cause, OSError):
+            raise cause from error
+        if "write" in str(error):
+            raise OSError(_gist(error)) from error
+        raise
+    writer.seal()
 
 
 def _write_error(target: Path, error: OSError) -> CheckpointWriteError:
     try:
         earlier = any(path.suffix == target.suffix for path in target.parent.iterdir())
-        room = f"{shutil.disk_usage(target.parent).free / 2**20:,.0f} MiB free"
     except OSError:
-        earlier, room = False, "its folder cannot be read"
+        earlier = False
     kept = "the one before it is untouched" if earlier else "there is none before it"
     return CheckpointWriteError(
-        f"the checkpoint {target} cannot be written ({error.strerror or error}; {room}); {kept}. "
+        f"the checkpoint {target} cannot be written ({error.strerror or error}; {room(target.parent)}); {kept}. "
         "Make room or the folder writable, then resume"
     )
 
@@ -237,20 +225,3 @@ def _gist(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).split("\n") if line.strip()]
     named = next((line for line in lines if "GLOBAL" in line or "Unsupported" in line), None)
     return (named or (lines[0] if lines else type(error).__name__))[:200]
-
-
-def _remove(part: Path) -> None:
-    # Where the folder went away or may not be written any more, the error on the way says so.
-    with contextlib.suppress(OSError):
-        part.unlink(missing_ok=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Makes the rename itself survive a loss of power, where the system can do that."""
-    if os.name != "posix":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,4 +1,4 @@
-"""What a run leaves on disk. Standard library only, so that finished runs are read without torch.
+"""What a run leaves on disk. Read without torch; beyond the standard library only filelock.
 
 ======================  ==========================================================================
 ``run_folder.py``       the layout, and the checkpoint to resume from
@@ -9,10 +9,11 @@
 ``strict_json.py``      JSON that every reader accepts
 ``checkpoint_file.py``  whether a checkpoint is whole
 ``folder_lock.py``      one writer per run folder
-``durable.py``          files that are old or new, never half
+``atomic_file.py``          files that are old or new, never half
 ======================  ==========================================================================
 """
 
+from lightning_fuse.records.atomic_file import FileWriteError, replace_file, write_error
 from lightning_fuse.records.checkpoint_file import DamagedCheckpointError, verify
 from lightning_fuse.records.folder_lock import FolderLock, is_locked
 from lightning_fuse.records.manifest import (
@@ -31,6 +32,7 @@ from lightning_fuse.records.summary import OptimizerSummary, RunSummary, read_su
 __all__ = [
     "Checkpoint",
     "DamagedCheckpointError",
+    "FileWriteError",
     "FolderLock",
     "MetricsTable",
     "OptimizerSummary",
@@ -47,9 +49,11 @@ __all__ = [
     "read_metrics",
     "read_step_rows",
     "read_summary",
+    "replace_file",
     "sha256_of",
     "summary_table",
     "verify",
+    "write_error",
     "write_manifest",
     "write_summary",
 ]

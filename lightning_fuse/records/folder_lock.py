@@ -1,17 +1,15 @@
-"""One writer per run folder: a lock that ends with the process that holds it, however that ends, and leaves no file."""
+"""One writer per run folder: a lock on its file ``.lock`` that ends with the process that holds it, however that ends.
+
+The file stays, for whoever removes it might remove another one's lock. Processes that are forked do not keep the lock.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import os
 from pathlib import Path
 
-try:
-    import fcntl
-except ImportError:  # Windows has no such lock; two runs in one folder are then not noticed
-    fcntl = None  # type: ignore[assignment]
+from filelock import FileLock, Timeout
 
-_held: set[int] = set()  # descriptors of this process
+LOCK_FILE = ".lock"
 
 
 class FolderLock:
@@ -23,7 +21,7 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
-        self._descriptor: int | None = None
+        self._lock = FileLock(self.folder / LOCK_FILE, timeout=0, thread_local=False)
 
     def take(self) -> bool:
         """Takes the lock, or keeps it.
@@ -31,27 +29,19 @@ class FolderLock:
         Returns:
             False if another process, or another run of this one, has it.
         """
-        if fcntl is None or self._descriptor is not None:
+        if self._lock.is_locked:
             return True
-        descriptor = os.open(self.folder, os.O_RDONLY)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
+            self._lock.acquire()
+        except (Timeout, RuntimeError):  # another process's; another one of this process's
             return False
-        except OSError:  # a file system without locks
-            os.close(descriptor)
+        except NotImplementedError:  # a file system without locks
             return True
-        self._descriptor = descriptor
-        _held.add(descriptor)
         return True
 
     def release(self) -> None:
         """Gives the lock back; more than once is fine."""
-        if self._descriptor is not None:
-            _held.discard(self._descriptor)
-            os.close(self._descriptor)
-            self._descriptor = None
+        self._lock.release()
 
 
 def is_locked(folder: Path) -> bool:
@@ -60,20 +50,10 @@ def is_locked(folder: Path) -> bool:
     Args:
         folder: An existing folder.
     """
+    if not (Path(folder) / LOCK_FILE).exists():
+        return False
     lock = FolderLock(folder)
     if not lock.take():
         return True
     lock.release()
     return False
-
-
-def _let_go() -> None:
-    """A worker that is forked must not keep the lock of a run that was killed."""
-    for descriptor in _held:
-        with contextlib.suppress(OSError):
-            os.close(descriptor)
-    _held.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go)

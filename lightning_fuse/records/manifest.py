@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from lightning_fuse.records.durable import replace_file
+from lightning_fuse.records.atomic_file import replace_file
 from lightning_fuse.records.strict_json import decode, encode, plain
 
 # Packages that can change a result or a speed. Those that are not installed are left out.

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_fuse.records.durable import replace_file
+from lightning_fuse.records.atomic_file import replace_file
 
 KEY_COLUMNS = ("step", "update", "epoch", "train_seconds")
 

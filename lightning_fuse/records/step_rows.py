@@ -16,12 +16,14 @@ it off. When a run resumes, the rows after the checkpoint's step are dropped fir
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from lightning_fuse.records.durable import replace_file
 from lightning_fuse.records.strict_json import decode, encode
+
+BLOCK = 1 << 16  # bytes that are read at once from the end of a file
 
 
 class StepRows:
@@ -89,14 +91,30 @@ def last_step(path: Path) -> int | None:
     """The ``global_step`` of the last whole row, or None without a file or rows."""
     if not Path(path).exists():
         return None
-    step = None
-    for row in read_step_rows(path):
-        step = int(row["global_step"])
-    return step
+    with Path(path).open("rb") as file:
+        for line in _lines_from_the_end(file):
+            row = _parse(line.decode(errors="replace"), path, -1)
+            if row is not None:
+                return int(row["global_step"])
+    return None
+
+
+def _lines_from_the_end(file: BinaryIO) -> Iterator[bytes]:
+    """The last lines of a file, the last one first; the one without an end, which a kill leaves, included."""
+    place, tail = file.seek(0, io.SEEK_END), b""
+    while place:
+        size = min(BLOCK, place)
+        place -= size
+        file.seek(place)
+        first, *whole = (file.read(size) + tail).splitlines(keepends=True)
+        yield from reversed(whole)
+        tail = first  # may have begun in the block before
+    if tail:
+        yield tail
 
 
 def _parse(line: str, path: Path, number: int) -> dict[str, Any] | None:
-    """A line as a row; None where the line has no end, which is how a kill leaves it."""
+    """A line as a row; None where the line has no end, which is how a kill leaves it. -1 is no known number."""
     if not line.endswith("\n"):
         return None
     try:
@@ -104,23 +122,24 @@ def _parse(line: str, path: Path, number: int) -> dict[str, Any] | None:
     except ValueError:
         row = None
     if not isinstance(row, dict) or not isinstance(row.get("global_step"), int):
+        where = "a line near the end" if number < 0 else f"line {number}"
         raise ValueError(
-            f"{path}, line {number} is {line.strip()[:80]!r}; expected a JSON object with an integer global_step; "
+            f"{path}, {where} is {line.strip()[:80]!r}; expected a JSON object with an integer global_step; "
             "mend or remove that line, or resume into another run folder"
         )
     return row
 
 
 def _drop_after(path: Path, keep_through: int | None) -> None:
-    """Rewrites the file without later rows and without a torn end, and leaves it alone where there are none."""
-    kept: list[str] = []
-    changed = False
-    with path.open(encoding="utf-8", newline="") as file:
-        for number, line in enumerate(file, start=1):
-            row = _parse(line, path, number)
-            if row is None or (keep_through is not None and row["global_step"] > keep_through):
-                changed = True
-            else:
-                kept.append(line)
-    if changed:
-        replace_file(path, kept)
+    """Cuts later rows and a torn end off, and leaves the file alone where there are none."""
+    with path.open("rb") as file:
+        end = file.seek(0, io.SEEK_END)
+        keep = end
+        for line in _lines_from_the_end(file):
+            row = _parse(line.decode(errors="replace"), path, -1)
+            if row is not None and (keep_through is None or row["global_step"] <= keep_through):
+                break
+            keep -= len(line)
+    # Rows stand in order of their steps, so what goes is the end of the file, and cutting it leaves no half.
+    if keep < end:
+        os.truncate(path, keep)

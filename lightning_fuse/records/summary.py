@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from lightning_fuse.records.durable import replace_file
+from lightning_fuse.records.atomic_file import replace_file
 from lightning_fuse.records.strict_json import decode, encode
 
 STATUSES = ("running", "finished", "interrupted", "failed")

@@ -75,7 +75,7 @@ def test_damage_in_the_middle_is_an_error_that_names_the_line(tmp_path: Path, li
     path.write_text(f'{{"global_step": 1}}\n{line}\n{{"global_step": 3}}\n')
     with pytest.raises(ValueError, match=r"line 2 is .* expected a JSON object with an integer global_step; mend"):
         list(read_step_rows(path))
-    with pytest.raises(ValueError, match="line 2"):
+    with pytest.raises(ValueError, match=r"a line near the end is .* expected a JSON object"):
         StepRows(path, keep_through=1)
     assert len(path.read_text().splitlines()) == 3
 
@@ -89,3 +89,16 @@ def test_a_row_needs_its_step_and_an_open_file(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="is closed; open it again"):
         rows.append({"global_step": 1})
     assert last_step(tmp_path / "nothing") is None
+
+
+@pytest.mark.parametrize("width", [1, 70_000, 200_000])
+def test_the_last_row_is_found_from_the_end(tmp_path: Path, width: int) -> None:
+    path = tmp_path / "steps.jsonl"
+    path.write_bytes(b"not JSON, and never read\n")
+    with path.open("a") as file:
+        file.writelines(json.dumps({"global_step": step, "note": "x" * width}) + "\n" for step in range(1, 5))
+        file.write('{"global_step": 5')
+    assert last_step(path) == 4
+    StepRows(path, keep_through=2).close()
+    assert last_step(path) == 2
+    assert len(path.read_bytes().splitlines()) == 3

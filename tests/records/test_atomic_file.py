@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_fuse.records.durable import replace_file
+from lightning_fuse.records.atomic_file import FileWriteError, replace_file
 
 
 def test_a_file_is_replaced(tmp_path: Path) -> None:
@@ -32,5 +32,5 @@ def test_a_failure_leaves_the_old_file(tmp_path: Path) -> None:
 
 
 def test_no_folder_no_file(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileWriteError, match=r"missing/f cannot be written \(No such file or directory; .*"):
         replace_file(tmp_path / "missing" / "f", ["x"])
