@@ -24,10 +24,10 @@ from lightning_fuse.kernels.shards import shard_of
 from lightning_fuse.optim.checkpoint.options import LoadOptions, LoadReport
 from lightning_fuse.optim.checkpoint.plan import Destination, LoadPlan, plan_load
 from lightning_fuse.optim.checkpoint.schema import describe_state
-from lightning_fuse.optim.group_cache import GroupCache
+from lightning_fuse.optim.group_cache import GroupCache, plain_numbers
 from lightning_fuse.optim.group_names import name_added_group, parameter_names
 from lightning_fuse.optim.selection import Selection, StateSpec
-from lightning_fuse.optim.settings import check_apart, check_parameter, check_shard, part_shared_tensors, plain_numbers
+from lightning_fuse.optim.settings import check_apart, check_parameter, check_shard, part_shared_tensors
 from lightning_fuse.rules.rule import UpdateRule
 
 Params: TypeAlias = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]

@@ -25,6 +25,8 @@ from lightning_fuse.rules.rule import UpdateRule
 Groups: TypeAlias = Sequence[dict[str, Any]]
 Hypers: TypeAlias = Sequence[Mapping[str, Any]]
 
+ROUNDING_OF_LR = 1e-12  # far above what float64 leaves of any learning rate, far below any that trains
+
 _GRAD, _PARAMS = attrgetter("grad"), itemgetter("params")
 
 
@@ -178,3 +180,34 @@ def _copied_names(group: Mapping[str, Any]) -> list[str] | None:
 def _same_memory(a: ParamState, b: ParamState) -> bool:
     mine, others = [a.step, *a.master, *chain(*a.moments)], [b.step, *b.master, *chain(*b.moments)]
     return len(mine) == len(others) and all(map(is_, mine, others))
+
+
+def plain_numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's hyperparameters with tensors (a tensor lr, tensor betas) read as Python numbers.
+
+    Schedules that end at 0 end a rounding away from it: a learning rate that is negative by so little is 0.
+
+    Args:
+        group: A parameter group.
+
+    Returns:
+        Everything but the parameters and their names.
+
+    Raises:
+        ValueError: A tensor holds more than one number.
+    """
+    numbers = {key: _plain(key, value) for key, value in group.items() if key not in ("params", "param_names")}
+    lr = numbers.get("lr")
+    if isinstance(lr, float) and -ROUNDING_OF_LR < lr < 0.0:
+        numbers["lr"] = 0.0
+    return numbers
+
+
+def _plain(key: str, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"{key} is a tensor of {value.numel()} numbers: must be one number")
+        return value.item()
+    if isinstance(value, (tuple, list)):
+        return tuple(_plain(key, entry) for entry in value)
+    return value

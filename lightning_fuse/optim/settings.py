@@ -16,7 +16,6 @@ from lightning_fuse.kernels.kernel import PARAM_DTYPES, ParamSpec, is_wrapped, o
 from lightning_fuse.kernels.shards import unsupported_reason
 from lightning_fuse.rules.rule import LayerwiseRule
 
-ROUNDING_OF_LR = 1e-12  # far above what float64 leaves of any learning rate, far below any that trains
 # Torch arguments that choose between torch's own loops.
 EXECUTION_KEYS = ("foreach", "fused", "capturable", "differentiable")
 
@@ -110,27 +109,6 @@ def check_nesterov(group: Mapping[str, Any]) -> None:
         )
 
 
-def plain_numbers(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's hyperparameters with tensors (a tensor lr, tensor betas) read as Python numbers.
-
-    Schedules that end at 0 end a rounding away from it: a learning rate that is negative by so little is 0.
-
-    Args:
-        group: A parameter group.
-
-    Returns:
-        Everything but the parameters and their names.
-
-    Raises:
-        ValueError: A tensor holds more than one number.
-    """
-    numbers = {key: _plain(key, value) for key, value in group.items() if key not in ("params", "param_names")}
-    lr = numbers.get("lr")
-    if isinstance(lr, float) and -ROUNDING_OF_LR < lr < 0.0:
-        numbers["lr"] = 0.0
-    return numbers
-
-
 def part_shared_tensors(groups: Sequence[dict[str, Any]], seen: Sequence[Tensor]) -> list[Tensor]:
     """Gives each group a copy of a hyperparameter that several share as one tensor: schedulers write into it.
 
@@ -149,16 +127,6 @@ def part_shared_tensors(groups: Sequence[dict[str, Any]], seen: Sequence[Tensor]
             shared.append(value)
             group[key] = value.clone()
     return shared
-
-
-def _plain(key: str, value: Any) -> Any:
-    if isinstance(value, Tensor):
-        if value.numel() != 1:
-            raise ValueError(f"{key} is a tensor of {value.numel()} numbers: must be one number")
-        return value.item()
-    if isinstance(value, (tuple, list)):
-        return tuple(_plain(key, entry) for entry in value)
-    return value
 
 
 def check_parameter(name: str, p: Tensor, *, steps: bool = False) -> None:

@@ -17,7 +17,7 @@ from lightning_fuse.kernels.shards import local_part
 from lightning_fuse.optim.catalog import CATALOG
 from lightning_fuse.optim.checkpoint.hyperparameters import NON_HYPERPARAMETERS
 from lightning_fuse.optim.fused import FusedOptimizer
-from lightning_fuse.optim.settings import plain_numbers
+from lightning_fuse.optim.group_cache import plain_numbers
 
 # Our class -> the word for it, and torch's optimizer of the same maths.
 TORCH_CLASSES: dict[type[FusedOptimizer], tuple[str, type[torch.optim.Optimizer]]] = {

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lightning_fuse.kernels.kernel import ParamSpec
 from lightning_fuse.optim.checkpoint.options import LoadOptions
-from lightning_fuse.optim.settings import EXECUTION_KEYS, plain_numbers
+from lightning_fuse.optim.group_cache import plain_numbers
+from lightning_fuse.optim.settings import EXECUTION_KEYS
 
 # What of a group is not a hyperparameter: who is in it, what it is called, how its state is kept and its step executed.
 # All of that comes from the configuration.
