@@ -19,7 +19,7 @@ Names, logged at the loggers' x of the batch, like the module's own training met
 With several optimizers, those after the first add ``/optimizer<index>`` to the names of what is their own. Every
 ``log_every_n_steps`` steps are logged, and every skip; everything is counted. ``step/update``, ``step/global_step``
 and ``step/train_seconds`` are logged with every validation, too, so that a logger can draw its metrics over any of
-them. The progress bar shows ``skips`` and ``scale``.
+them. The progress bar shows ``fuse/skips`` and ``fuse/loss_scale``: nobody else logs these names.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_fuse.callbacks.run_clocks import RunClocks
+from lightning_fuse.plugins.lightning_compat import logger_x
 from lightning_fuse.step import StepOutcome
 
 # Where in the run something was measured.
 PLACE_NAMES = ("step/update", "step/global_step", "step/train_seconds")
 # What goes through Lightning's own log and is no metric of the run: what the progress bar shows, and places.
-NO_METRICS = ("skips", "scale", *PLACE_NAMES)
+NO_METRICS = ("fuse/skips", "fuse/loss_scale", *PLACE_NAMES)
 
 
 class StepMonitor(Callback):
@@ -107,7 +108,7 @@ class StepMonitor(Callback):
             for name, value in zip(
                 PLACE_NAMES, (self.updates, self.global_step, self.clocks.train.seconds), strict=True
             ):
-                pl_module.log(name, float(value), prog_bar=False, logger=True)
+                pl_module.log(name, float(value), prog_bar=False, logger=True, batch_size=1)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The clock of training goes on."""
@@ -176,9 +177,10 @@ class StepMonitor(Callback):
 
 def show_on_bar(pl_module: pl.LightningModule, skips: Mapping[str, int], loss_scale: float | None) -> None:
     """Shows skips and loss scale on whatever progress bar there is; inside a hook that may log."""
-    pl_module.log("skips", float(sum(skips.values())), prog_bar=True, logger=False)
+    # A batch size, because Lightning finds none where a step takes the iterator of the loader.
+    pl_module.log("fuse/skips", float(sum(skips.values())), prog_bar=True, logger=False, batch_size=1)
     if loss_scale is not None:
-        pl_module.log("scale", float(loss_scale), prog_bar=True, logger=False)
+        pl_module.log("fuse/loss_scale", float(loss_scale), prog_bar=True, logger=False, batch_size=1)
 
 
 def described(updates: int, steps: int, skips: Mapping[str, int], loss_scale: float | None) -> str:
@@ -244,7 +246,7 @@ def logger_step(trainer: pl.Trainer, outcome: StepOutcome | None = None) -> int:
     """
     if outcome is not None and trainer.lightning_module.automatic_optimization:
         return outcome.global_step - 1
-    return getattr(trainer.fit_loop.epoch_loop, "_batches_that_stepped", trainer.global_step)
+    return logger_x(trainer)
 
 
 def in_training(trainer: pl.Trainer) -> bool:

@@ -13,19 +13,23 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
+from lightning_fuse.plugins.lightning_compat import Overrides, averages_taken
 from lightning_fuse.step import StepContract
 
 # Hooks that show or store the average instead of the weights.
 _SHOWING = ("on_validation_epoch_start", "on_validation_epoch_end", "on_train_end", "on_save_checkpoint")
 
 
-def follow_applied_updates(trainer: Trainer, contract: StepContract, catch_up: Callable[[], None]) -> None:
+def follow_applied_updates(
+    trainer: Trainer, contract: StepContract, catch_up: Callable[[], None], overrides: Overrides
+) -> None:
     """Gates the weight-averaging callbacks of a trainer; once per fit.
 
     Args:
         trainer: The trainer.
         contract: Whose outcomes they follow.
         catch_up: Reads outcomes that were left on a GPU: an average cannot be taken before it is known of what.
+        overrides: Puts the callbacks back when the fit ends.
     """
     try:
         from lightning.pytorch.callbacks import WeightAveraging
@@ -34,9 +38,9 @@ def follow_applied_updates(trainer: Trainer, contract: StepContract, catch_up: C
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, WeightAveraging) and "should_update" not in vars(callback):
             stock = type(callback).should_update
-            callback.should_update = partial(_should_update, stock, callback, contract, catch_up)  # type: ignore[method-assign]
+            overrides.put(callback, "should_update", partial(_should_update, stock, callback, contract, catch_up))
             for hook in _SHOWING:
-                setattr(callback, hook, partial(_show, getattr(type(callback), hook), callback))
+                overrides.put(callback, hook, partial(_show, getattr(type(callback), hook), callback))
 
 
 def _should_update(
@@ -56,6 +60,5 @@ def _should_update(
 
 
 def _show(stock: Callable[..., None], callback: Any, *args: Any, **kwargs: Any) -> None:
-    average = callback._average_model
-    if average is None or int(average.n_averaged) > 0:
+    if averages_taken(callback) != 0:
         stock(callback, *args, **kwargs)

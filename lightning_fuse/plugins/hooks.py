@@ -6,13 +6,39 @@ callbacks find settled outcomes.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 
-if TYPE_CHECKING:
-    from lightning_fuse.plugins.precision import FusePrecision
+from lightning_fuse.step import StepContract
+
+
+class ContractRunner(Protocol):
+    """What the hooks ask of the precision plugin."""
+
+    contract: StepContract
+
+    def start_training(self) -> None:
+        """Checks that windows can close, and restores a resumed open one."""
+
+    def start_batch(self) -> None:
+        """Begins a batch."""
+
+    def end_batch(self, trainer: Trainer, model: LightningModule) -> None:
+        """Ends a batch of automatic optimization."""
+
+    def end_training_step(self, trainer: Trainer, model: LightningModule) -> None:
+        """Moves the loss scale and tells outcomes."""
+
+    def end_epoch(self) -> None:
+        """Ends an epoch."""
+
+    def catch_up(self) -> None:
+        """Tells outcomes that were left on a GPU."""
+
+    def give_up(self) -> None:
+        """Leaves nothing behind of a backward that failed."""
 
 
 class ContractHooks(Callback):
@@ -22,7 +48,7 @@ class ContractHooks(Callback):
         plugin: The precision plugin that runs the contract.
     """
 
-    def __init__(self, plugin: FusePrecision) -> None:
+    def __init__(self, plugin: ContractRunner) -> None:
         self.plugin = plugin
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

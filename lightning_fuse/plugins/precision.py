@@ -10,6 +10,8 @@ optimization that calls ``clip_gradients``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import repeat
+from operator import is_
 from typing import Any, cast
 
 import torch
@@ -19,11 +21,13 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.nn import Module
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lightning_fuse.plugins.averaging import follow_applied_updates
+from lightning_fuse.plugins.closures import check_closure, step_call
 from lightning_fuse.plugins.hooks import ContractHooks
-from lightning_fuse.plugins.lightning_compat import searches_learning_rate
+from lightning_fuse.plugins.lightning_compat import Overrides, searches_learning_rate, step_schedulers, window_is_open
+from lightning_fuse.plugins.listeners import looks_at_gradients, module_inside, tell_outcomes
 from lightning_fuse.plugins.lr_search import stock_policy
 from lightning_fuse.plugins.module_names import ModuleNames
 from lightning_fuse.plugins.optimizer_conversion import OptimizerConverter, OptimizerSpec
@@ -34,11 +38,10 @@ from lightning_fuse.plugins.stock import loss_scale_for, stock_precision
 from lightning_fuse.plugins.watching import UnscaledWatch
 from lightning_fuse.plugins.windows import LoopWindows
 from lightning_fuse.plugins.wrapped import WrappedPrecision
-from lightning_fuse.step import StepContract, StepOutcome
+from lightning_fuse.step import StepContract
 from lightning_fuse.step.grad_stats import unwrapped
 
 STOCK_KEY = "MixedPrecision"  # where Lightning files a loss scale in a checkpoint
-OUTCOME_HOOK = "on_step_outcome"
 
 
 class FusePrecision(WrappedPrecision):
@@ -78,6 +81,8 @@ class FusePrecision(WrappedPrecision):
         self._stepped: set[Optimizer] = set()  # since the last backward
         self._took_its_turn = False  # an optimizer, in the batch under way
         self._watch = UnscaledWatch()
+        self._overrides = Overrides()  # of methods of the loop and of callbacks, until the fit ends
+        self._callbacks: list[Callback] = []  # the trainer's, until the fit ends
 
     @property
     def scaler(self) -> ScalerView | None:
@@ -100,27 +105,52 @@ class FusePrecision(WrappedPrecision):
         Raises:
             ValueError: An optimizer cannot be taken over, or needs a closure that evaluates the model again.
         """
-        self._module = _unwrapped(model)
-        names = ModuleNames(self._module or model)
-        for old in optimizers:
-            if isinstance(old, LBFGS):
-                raise ValueError(
-                    "LBFGS evaluates the model several times in one step, which the step contract does not do; "
-                    "train without Fuse, or with another optimizer"
-                )
-        converted = self._converter.convert(optimizers, names, lr_schedulers, self._step_of_owner)
-        if self.contract.policy.on_nonfinite == "step":
-            self._converter.keep_nonfinite(converted)
+        self._module = module_inside(model)
+        self.contract.names = ModuleNames(self._module or model)
+        converted = self._convert(optimizers, lr_schedulers)
         self.contract.reset()
-        self.contract.names = names
         self._join_loop()
         self._optimizers = converted
-        follow_updates(lr_schedulers, self.contract)
         return model, converted, lr_schedulers
 
+    def _convert(self, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> list[Optimizer]:
+        """What takes the places of optimizers of the user's; their schedulers follow applied updates."""
+        for optimizer in optimizers:
+            check_closure(optimizer)
+        try:
+            converted = self._converter.convert(optimizers, self.contract.names, lr_schedulers, self._step_of_owner)
+        except TypeError as error:
+            raise TypeError(f"{error}; or keep your own optimizer with optimizer=None") from error
+        if self.contract.policy.on_nonfinite == "step":
+            self._converter.keep_nonfinite(converted)
+        follow_updates(lr_schedulers, self.contract)
+        return converted
+
+    def _meet_exchanged(self) -> None:
+        """Takes over optimizers that somebody has put into the trainer in the middle of training.
+
+        Raises:
+            ValueError: One of them cannot be taken over.
+        """
+        module = self._module
+        if module is None:
+            return
+        strategy, known, current = module.trainer.strategy, self._optimizers, module.trainer.strategy.optimizers
+        if len(current) == len(known) and all(map(is_, current, known)):
+            return
+        bare = [unwrapped(optimizer) for optimizer in current]
+        new = [optimizer for optimizer in bare if not any(optimizer is one for one in known)]
+        self.contract.names = ModuleNames(module)
+        taken = dict(zip(map(id, new), self._convert(new, strategy.lr_scheduler_configs), strict=True))
+        strategy.optimizers = self._optimizers = [taken.get(id(optimizer), optimizer) for optimizer in bare]
+
     def teardown(self) -> None:
-        """Gives the user's optimizers and schedulers back, with the state of now; called by Lightning after a fit."""
+        """Leaves optimizers, schedulers, callbacks and loops to the user as they were; called after a fit."""
         self._converter.give_back()
+        self._overrides.undo()
+        self.contract.window.all_reduce = None
+        self._callbacks[:] = [one for one in self._callbacks if not isinstance(one, ContractHooks)]
+        self._callbacks = []
         super().teardown()
 
     def _step_of_owner(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
@@ -146,6 +176,7 @@ class FusePrecision(WrappedPrecision):
     def start_batch(self) -> None:
         """Keeps gradients of manual optimization local until they are wanted; called by ``hooks.py``."""
         self._took_its_turn = False
+        self._meet_exchanged()
         if self._ranks is not None:
             self._ranks.hold()
 
@@ -155,7 +186,7 @@ class FusePrecision(WrappedPrecision):
         A step that a module's own ``optimizer_step`` has left out was vetoed. A short last window is dropped where the
         policy says so.
         """
-        if not (self._took_its_turn or trainer.fit_loop.epoch_loop._should_accumulate()):
+        if not (self._took_its_turn or window_is_open(trainer)):
             for index, optimizer in enumerate(self._optimizers):
                 self.contract.skip_next()
                 self.contract.step(optimizer, window=self._window(), index=index)
@@ -190,32 +221,35 @@ class FusePrecision(WrappedPrecision):
         """Runs the closure and the step contract.
 
         Returns:
-            What the closure returned.
+            What the optimizer's own step returned, or what the closure did where that is nothing.
 
         Raises:
             NonFiniteGradientError: See ``StepContract.step``.
         """
         if searches_learning_rate(model.trainer):
             with stock_policy(self.contract):
-                return self._step(optimizer, model, closure)
-        return self._step(optimizer, model, closure)
+                return self._step(optimizer, model, closure, kwargs)
+        return self._step(optimizer, model, closure, kwargs)
 
-    def _step(self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any]) -> Any:
-        optimizer = unwrapped(optimizer)
+    def _step(
+        self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], arguments: dict[str, Any]
+    ) -> Any:
+        optimizer = self._known(unwrapped(optimizer))
         trainer, automatic = model.trainer, model.automatic_optimization
         result = closure()
         # On a GPU what the last step did is known by now; schedulers that follow it must move before this step.
         self.catch_up()
         window = trainer.accumulate_grad_batches if automatic else None
-        if self._watched(trainer, model) and not self.contract.is_unscaled(optimizer):
+        if looks_at_gradients(trainer, model) and not self.contract.is_unscaled(optimizer):
             self._unscale(optimizer)
         elif self._ranks is not None:
             self._ranks.average(optimizer)
         self._folded_clip, self._folding = None, not is_overridden("configure_gradient_clipping", model)
         self._after_closure(model, optimizer)
         self._folding = False
-        self.contract.step(
+        returned = self.contract.step(
             optimizer,
+            run=step_call(optimizer, result, arguments),
             clip_norm=self._folded_clip,
             window=window,
             index=self._index(optimizer),
@@ -229,34 +263,28 @@ class FusePrecision(WrappedPrecision):
         self._took_its_turn = True
         if automatic:
             self.end_training_step(trainer, model)
-        return result
+        return result if returned is None else returned
 
     def give_up(self) -> None:
         """Leaves nothing behind of a backward that failed; called by ``hooks.py``."""
         self._watch.end()
 
     def end_training_step(self, trainer: Trainer, model: LightningModule) -> None:
-        """Moves the loss scale and tells everybody the outcomes; ends a training step.
-
-        Args:
-            trainer: The trainer, whose callbacks are told.
-            model: The module, which is told too.
-        """
+        """Moves the loss scale and tells callbacks and the module the outcomes; ends a training step."""
         waiting = [] if model.automatic_optimization else [o for o in self._optimizers if o not in self._stepped]
-        self._tell_all(trainer, model, self.contract.update(waiting))
+        tell_outcomes(trainer, model, self.contract.update(waiting))
         self._stepped.clear()
 
     def catch_up(self) -> None:
-        """Tells outcomes that were left on a GPU, and lets schedulers follow them; nothing is left on a CPU."""
+        """Tells outcomes that were left on a GPU, and lets schedulers follow them."""
         model = self._module
         if model is None or not self.contract.in_flight:
             return
         trainer = model.trainer
-        self._tell_all(trainer, model, self.contract.flush())
+        tell_outcomes(trainer, model, self.contract.flush())
         if model.automatic_optimization:
             # Lightning asked its schedulers when the outcome was not known yet.
-            for plateau in (False, True):
-                trainer.fit_loop.epoch_loop._update_learning_rates("step", update_plateau_schedulers=plateau)
+            step_schedulers(trainer)
 
     def clip_gradients(
         self,
@@ -316,6 +344,7 @@ class FusePrecision(WrappedPrecision):
 
     def _join_loop(self) -> None:
         """Lets the loop's windows, the ranks and weight averages of this trainer follow the contract."""
+        self._overrides.undo()
         module = self._module
         if module is None:
             return
@@ -326,23 +355,13 @@ class FusePrecision(WrappedPrecision):
             self.contract.window.all_reduce = lambda tensor, op: cast(Tensor, strategy.reduce(tensor, reduce_op=op))
         if module.automatic_optimization:
             self._windows = LoopWindows(trainer, self.contract)
-            self._windows.install()
+            self._windows.install(self._overrides)
         else:
             self._ranks = average_by_step(trainer.strategy.model)
-        follow_applied_updates(trainer, self.contract, self.catch_up)
-        callbacks = cast(list[Callback], trainer.callbacks)  # type: ignore[attr-defined]
-        if not any(isinstance(callback, ContractHooks) for callback in callbacks):
-            callbacks.insert(0, ContractHooks(self))
-
-    def _watched(self, trainer: Trainer, model: LightningModule) -> bool:
-        """Whether anybody looks at gradients between backward and step."""
-        hook = "on_before_optimizer_step"
-        callbacks = cast(list[Callback], getattr(trainer, "callbacks", []))
-        return (
-            is_overridden(hook, model)
-            or is_overridden("configure_gradient_clipping", model)
-            or any(is_overridden(hook, callback, parent=Callback) for callback in callbacks)
-        )
+        follow_applied_updates(trainer, self.contract, self.catch_up, self._overrides)
+        self._callbacks = cast(list[Callback], trainer.callbacks)  # type: ignore[attr-defined]
+        others = [callback for callback in self._callbacks if not isinstance(callback, ContractHooks)]
+        self._callbacks[:] = [ContractHooks(self), *others]
 
     def _unscale(self, optimizer: Optimizer) -> None:
         """Unscales in memory what the step would have unscaled in registers, averaged over ranks first."""
@@ -355,23 +374,16 @@ class FusePrecision(WrappedPrecision):
         automatic = module is not None and module.automatic_optimization
         return module.trainer.accumulate_grad_batches if module is not None and automatic else None
 
+    def _known(self, optimizer: Optimizer) -> Optimizer:
+        """The optimizer that steps in the place of one that was put into the trainer inside a training step."""
+        if self._module is None or any(map(is_, self._optimizers, repeat(optimizer))):
+            return optimizer
+        bare = list(map(unwrapped, self._module.trainer.strategy.optimizers))
+        self._meet_exchanged()
+        return next((new for new, old in zip(self._optimizers, bare, strict=True) if old is optimizer), optimizer)
+
     def _index(self, optimizer: Optimizer) -> int:
         return next((i for i, known in enumerate(self._optimizers) if known is unwrapped(optimizer)), 0)
-
-    def _tell_all(self, trainer: Trainer, model: LightningModule, outcomes: list[StepOutcome]) -> None:
-        for outcome in outcomes:
-            for listener in [*getattr(trainer, "callbacks", []), model]:
-                hook = getattr(listener, OUTCOME_HOOK, None)
-                if hook is not None:
-                    hook(trainer, model, outcome)
-
-
-def _unwrapped(model: Module) -> LightningModule | None:
-    """The LightningModule inside what a strategy made of it."""
-    inner: Any = model
-    while inner is not None and not isinstance(inner, LightningModule):
-        inner = getattr(inner, "module", None) or getattr(inner, "_orig_mod", None)
-    return inner
 
 
 def contract_of(trainer: Trainer) -> StepContract | None:

@@ -43,6 +43,9 @@ class GradientAverage:
 
         Args:
             optimizer: Whose gradients; every rank calls this for the same optimizers in the same order.
+
+        Raises:
+            RuntimeError: A gradient is sparse.
         """
         if optimizer in self._averaged:
             return
@@ -50,6 +53,11 @@ class GradientAverage:
         by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
         for group in optimizer.param_groups:
             for p in group["params"]:
+                if p.grad is not None and p.grad.is_sparse:
+                    raise RuntimeError(
+                        "a gradient is sparse, in manual optimization on several ranks; the step contract averages "
+                        "dense ones there: use Embedding(sparse=False), automatic optimization, or train without Fuse"
+                    )
                 by_dtype[p.dtype].append(p)
         for params in by_dtype.values():
             self._average(params)

@@ -17,6 +17,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 
+from lightning_fuse.plugins.lightning_compat import Overrides, saves_by_time
 from lightning_fuse.step import StepContract
 
 
@@ -39,21 +40,25 @@ class LoopWindows:
         self._validation_is_due = False
         self.carried = 0
 
-    def install(self) -> None:
-        """Answers the loop's questions; once per fit."""
+    def install(self, overrides: Overrides) -> None:
+        """Answers the loop's questions; once per fit.
+
+        Args:
+            overrides: Puts everything back when the fit ends.
+        """
         loop = self._loop
         if self._policy in ("drop", "carry"):
-            loop._accumulated_batches_reached = self._reached  # type: ignore[method-assign]
-            loop._should_accumulate = self._should_accumulate  # type: ignore[method-assign]
+            overrides.put(loop, "_accumulated_batches_reached", self._reached)
+            overrides.put(loop, "_should_accumulate", self._should_accumulate)
             inner = loop.automatic_optimization
-            inner._make_zero_grad_fn = partial(self._zero_grad_fn, inner)  # type: ignore[method-assign]
+            overrides.put(inner, "_make_zero_grad_fn", partial(self._zero_grad_fn, inner))
         if max(self._sizes()) > 1:
             stock_check = type(loop)._should_check_val_fx
-            loop._should_check_val_fx = partial(self._should_validate, stock_check, loop)  # type: ignore[method-assign]
+            overrides.put(loop, "_should_check_val_fx", partial(self._should_validate, stock_check, loop))
             for callback in self._trainer.checkpoint_callbacks:
-                if isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None:
+                if isinstance(callback, ModelCheckpoint) and saves_by_time(callback):
                     stock_end = type(callback).on_train_batch_end
-                    callback.on_train_batch_end = partial(self._on_closed, stock_end, callback)  # type: ignore[method-assign]
+                    overrides.put(callback, "on_train_batch_end", partial(self._on_closed, stock_end, callback))
 
     def check_length(self) -> None:
         """Says at the start what an epoch too short for one window means.

@@ -20,7 +20,7 @@ or ``clip_norm_`` was called; with others the gradients that were applied. A ski
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from time import perf_counter
 from typing import Any
 
@@ -194,7 +194,8 @@ class StepContract:
         window: int | None = None,
         index: int = 0,
         where: str = "",
-    ) -> None:
+        run: Callable[[], Any] | None = None,
+    ) -> Any:
         """Steps one optimizer, or skips it; ``update`` tells the outcome.
 
         Args:
@@ -204,6 +205,10 @@ class StepContract:
                 the caller has weighted them. Given, a window without contributions is no step.
             index: The optimizer's place among several, for the outcome.
             where: Where in the run this is, for messages, for instance "batch 17".
+            run: What calls the optimizer's own step; None for a call without arguments.
+
+        Returns:
+            What the optimizer's own step returned; None where it was skipped.
 
         Raises:
             NonFiniteGradientError: A gradient is not finite and the policy is "raise", or too many steps in a row were
@@ -215,18 +220,20 @@ class StepContract:
             check_max_norm(clip_norm)
         optimizer = unwrapped(optimizer)
         grads = gradients(optimizer)
-        earlier = self._unscaled.pop(optimizer)
+        earlier, returned = self._unscaled.pop(optimizer), None
         if self._skip_next:
             self._skip_next = False
             self._add(index, where, "user")
         elif not grads or (window is not None and self.window.count == 0):
             self._add(index, where, "no_grad")
         else:
-            self._check_and_step(optimizer, grads, earlier, clip_norm, window, index, where)
+            run = optimizer.step if run is None else run
+            returned = self._check_and_step(optimizer, run, grads, earlier, clip_norm, window, index, where)
         if window is None:
             # The caller's own windows: the next one starts with the next backward.
             self.window.end_soon()
         self.last_step_ms = (perf_counter() - started) * 1e3
+        return returned
 
     def update(self, waiting: Iterable[Optimizer] = ()) -> list[StepOutcome]:
         """Ends a training step: the loss scale moves once, whatever number of optimizers stepped.
@@ -307,13 +314,14 @@ class StepContract:
     def _check_and_step(
         self,
         optimizer: Optimizer,
+        run: Callable[[], Any],
         grads: list[Tensor],
         earlier: GradStats | None,
         clip_norm: float | None,
         window: int | None,
         index: int,
         where: str,
-    ) -> None:
+    ) -> Any:
         unscale = self._factor(grads[0].device, window) if earlier is None else None
         defer, on_host = self._may_defer(grads, optimizer), self._on_host(grads, optimizer)
         stats = compute_grad_stats(grads, unscale, earlier, clip_norm, on_host=on_host)
@@ -326,9 +334,9 @@ class StepContract:
             # Known now: hooks around the optimizer's step run for applied updates only.
             skipped, skip_on = skip_on is not None and bad, None
         self._overflow = found_inf if self._overflow is None else torch.maximum(self._overflow, found_inf)
-        if not skipped:
-            self._apply(optimizer, grads, stats.factor, skip_on)
+        returned = None if skipped else self._apply(optimizer, run, grads, stats.factor, skip_on)
         self._add(index, where, None, stats)
+        return returned
 
     def _rescale(self, waiting: Iterable[Optimizer], ratio: Tensor) -> None:
         """Brings gradients that carry the old loss scale to the new one; on a GPU nobody asks whether they differ."""
@@ -337,17 +345,23 @@ class StepContract:
             if grads and (ratio.device.type != "cpu" or float(ratio) != 1.0):
                 torch._foreach_mul_(list(map(local_part, grads)), ratio)
 
-    def _apply(self, optimizer: Optimizer, grads: list[Tensor], factor: Tensor | None, skip_on: Tensor | None) -> None:
+    def _apply(
+        self,
+        optimizer: Optimizer,
+        run: Callable[[], Any],
+        grads: list[Tensor],
+        factor: Tensor | None,
+        skip_on: Tensor | None,
+    ) -> Any:
         if isinstance(optimizer, FusedOptimizer):
             optimizer.grad_factor, optimizer.found_inf = factor, skip_on
             try:
-                optimizer.step()
+                return run()
             finally:
                 optimizer.grad_factor = optimizer.found_inf = None
-            return
         if factor is not None:
             torch._foreach_mul_(list(map(local_part, grads)), factor)
-        optimizer.step()
+        return run()
 
     def _may_defer(self, grads: list[Tensor], optimizer: Optimizer) -> bool:
         """Whether a step can be launched without knowing what it will do."""

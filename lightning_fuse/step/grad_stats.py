@@ -195,14 +195,14 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
     the same name.
     """
     inner = getattr(optimizer, "optimizer", None)
-    while isinstance(inner, Optimizer) and _is_frameworks(type(optimizer)):
+    while isinstance(inner, Optimizer) and _is_frameworks(type(optimizer).__mro__):
         optimizer, inner = inner, getattr(inner, "optimizer", None)
     return optimizer
 
 
 @cache
-def _is_frameworks(cls: type) -> bool:
-    return any(base.__name__ in WRAPPERS and base.__module__.split(".")[0] in FRAMEWORKS for base in cls.__mro__)
+def _is_frameworks(bases: tuple[type, ...]) -> bool:
+    return any(base.__name__ in WRAPPERS and base.__module__.split(".")[0] in FRAMEWORKS for base in bases)
 
 
 def gradients(optimizer: Optimizer) -> list[Tensor]:
@@ -264,10 +264,12 @@ def _reduce_wide(grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return total, finite
 
 
-def _as_factor(multiplier: Number, wide: bool) -> Tensor | None:
+def _as_factor(multiplier: Number | None, wide: bool) -> Tensor | None:
     if isinstance(multiplier, Tensor):
         return multiplier
-    return None if multiplier == 1.0 else torch.tensor(multiplier, dtype=torch.float64 if wide else torch.float32)
+    return (
+        None if multiplier in (None, 1.0) else torch.tensor(multiplier, dtype=torch.float64 if wide else torch.float32)
+    )
 
 
 @cache

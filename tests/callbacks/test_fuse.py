@@ -294,7 +294,7 @@ def test_the_users_own_bar_shows_skips_and_scale_and_one_line_ends_it(bar, monit
     callbacks = [Fuse(), shown, *([StepMonitor()] if monitor else [])]
     with caplog.at_level("INFO"):
         trainer, _ = train(Four(), one_bad(6, 1, 3), *callbacks, precision=half(1024.0), enable_progress_bar=True)
-    assert shown.get_metrics(trainer, trainer.lightning_module) == {"skips": 2.0, "scale": 256.0}
+    assert shown.get_metrics(trainer, trainer.lightning_module) == {"fuse/skips": 2.0, "fuse/loss_scale": 256.0}
     lines = [record.message for record in caplog.records if "optimizer steps" in record.message]
     assert lines == ["4 updates in 6 optimizer steps; skipped: 2 nonfinite; loss scale 256"]
 

@@ -89,7 +89,7 @@ def test_a_run_leaves_everything(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert [row["train/tokens_per_s"] for row in metrics] == [102, 104, 106, 108]
     assert [row.get("val/loss") for row in metrics][1::2] == pytest.approx([0.97, 0.94], abs=1e-3)
     assert "train/loss_epoch" in metrics[1]
-    assert not {"skips", "scale"} & metrics[0].keys()
+    assert not {"fuse/skips", "fuse/loss_scale"} & metrics[0].keys()
 
     summary = read_summary(folder / "summary.json")
     assert (summary.status, summary.reason) == ("finished", None)

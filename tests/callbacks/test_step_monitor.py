@@ -119,10 +119,13 @@ def test_a_validation_says_where_in_the_run_it_was() -> None:
 
 def test_the_progress_bar_shows_skips_and_scale() -> None:
     _, _, trainer = run(0)
-    assert {name: float(value) for name, value in trainer.progress_bar_metrics.items()} == {"skips": 1, "scale": 512}
-    assert "skips" not in trainer.logged_metrics
+    assert {name: float(value) for name, value in trainer.progress_bar_metrics.items()} == {
+        "fuse/skips": 1,
+        "fuse/loss_scale": 512,
+    }
+    assert "fuse/skips" not in trainer.logged_metrics
     _, _, trainer = run(precision="32-true")
-    assert set(trainer.progress_bar_metrics) == {"skips"}
+    assert set(trainer.progress_bar_metrics) == {"fuse/skips"}
 
 
 def test_counts_survive_a_resume(tmp_path: Any) -> None:
