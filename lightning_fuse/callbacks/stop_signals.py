@@ -119,7 +119,7 @@ def _is_free(trainer: L.Trainer, number: int) -> bool:
     environment = trainer._accelerator_connector.cluster_environment
     if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and number != signal.SIGHUP:
         return False
-    usual = signal.getsignal(number)
+    usual: Any = signal.getsignal(number)
     if number == signal.SIGTERM:  # Lightning has put its own handler there
         usual = trainer._signal_connector._original_handlers.get(number)
     return usual in (None, signal.SIG_DFL)
