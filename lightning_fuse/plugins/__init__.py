@@ -1,8 +1,8 @@
 """Lightning's precision seam: the plugin that runs the step contract, and taking over optimizers and schedulers."""
 
+from lightning_fuse.plugins.lightning_precision import PRECISIONS, loss_scale_for, stock_precision
 from lightning_fuse.plugins.optimizer_conversion import AUTO, FUSED, OptimizerSpec
 from lightning_fuse.plugins.precision import FusePrecision, contract_of
-from lightning_fuse.plugins.stock import PRECISIONS, loss_scale_for, stock_precision
 
 __all__ = [
     "AUTO",

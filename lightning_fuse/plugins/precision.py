@@ -23,21 +23,20 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_fuse.plugins.averaging import follow_applied_updates
+from lightning_fuse.plugins.accumulation import LoopWindows
 from lightning_fuse.plugins.closures import check_closure, step_call
-from lightning_fuse.plugins.hooks import ContractHooks
+from lightning_fuse.plugins.contract_callback import ContractCallback
+from lightning_fuse.plugins.grad_scaler_facade import GradScalerFacade
 from lightning_fuse.plugins.lightning_compat import Overrides, searches_learning_rate, step_schedulers, window_is_open
+from lightning_fuse.plugins.lightning_precision import WrappedPrecision, loss_scale_for, stock_precision
 from lightning_fuse.plugins.listeners import looks_at_gradients, module_inside, tell_outcomes
 from lightning_fuse.plugins.lr_search import stock_policy
+from lightning_fuse.plugins.manual_ddp import GradientAverage, average_by_step
 from lightning_fuse.plugins.module_names import ModuleNames
 from lightning_fuse.plugins.optimizer_conversion import OptimizerConverter, OptimizerSpec
-from lightning_fuse.plugins.ranks import GradientAverage, average_by_step
-from lightning_fuse.plugins.scaler import ScalerView
 from lightning_fuse.plugins.schedulers import follow_updates
-from lightning_fuse.plugins.stock import loss_scale_for, stock_precision
-from lightning_fuse.plugins.watching import UnscaledWatch
-from lightning_fuse.plugins.windows import LoopWindows
-from lightning_fuse.plugins.wrapped import WrappedPrecision
+from lightning_fuse.plugins.wandb_watch import UnscaledWatch
+from lightning_fuse.plugins.weight_averaging import follow_applied_updates
 from lightning_fuse.step import StepContract
 from lightning_fuse.step.grad_stats import unwrapped
 
@@ -85,10 +84,10 @@ class FusePrecision(WrappedPrecision):
         self._callbacks: list[Callback] = []  # the trainer's, until the fit ends
 
     @property
-    def scaler(self) -> ScalerView | None:
+    def scaler(self) -> GradScalerFacade | None:
         """What module code may ask of a GradScaler; None where the precision has no loss scale, as in stock plugins."""
         scale = self.contract.loss_scale
-        return None if scale is None else ScalerView(scale, self._unscale)
+        return None if scale is None else GradScalerFacade(scale, self._unscale)
 
     @property
     def last_step_ms(self) -> float | None:
@@ -149,7 +148,7 @@ class FusePrecision(WrappedPrecision):
         self._converter.give_back()
         self._overrides.undo()
         self.contract.window.all_reduce = None
-        self._callbacks[:] = [one for one in self._callbacks if not isinstance(one, ContractHooks)]
+        self._callbacks[:] = [one for one in self._callbacks if not isinstance(one, ContractCallback)]
         self._callbacks = []
         super().teardown()
 
@@ -161,7 +160,7 @@ class FusePrecision(WrappedPrecision):
         return self.optimizer_step(optimizer, module, closure or (lambda: None))
 
     def start_training(self) -> None:
-        """Checks the run against its windows and restores the gradients of a resumed open one; called by ``hooks.py``.
+        """Checks the run against its windows and restores the gradients of a resumed open one.
 
         Raises:
             ValueError: No window of the run can ever close.
@@ -174,14 +173,14 @@ class FusePrecision(WrappedPrecision):
         self._open_gradients = {}
 
     def start_batch(self) -> None:
-        """Keeps gradients of manual optimization local until they are wanted; called by ``hooks.py``."""
+        """Keeps gradients of manual optimization local until they are wanted; called by the contract callback."""
         self._took_its_turn = False
         self._meet_exchanged()
         if self._ranks is not None:
             self._ranks.hold()
 
     def end_batch(self, trainer: Trainer, model: LightningModule) -> None:
-        """Ends a batch of automatic optimization; called by ``hooks.py``.
+        """Ends a batch of automatic optimization; called by the contract callback.
 
         A step that a module's own ``optimizer_step`` has left out was vetoed. A short last window is dropped where the
         policy says so.
@@ -195,7 +194,7 @@ class FusePrecision(WrappedPrecision):
             self._windows.end_batch()
 
     def end_epoch(self) -> None:
-        """Carries an open window over where the policy says so; called by ``hooks.py``."""
+        """Carries an open window over where the policy says so; called by the contract callback."""
         if self._windows is not None:
             self._windows.end_epoch()
 
@@ -266,7 +265,7 @@ class FusePrecision(WrappedPrecision):
         return result if returned is None else returned
 
     def give_up(self) -> None:
-        """Leaves nothing behind of a backward that failed; called by ``hooks.py``."""
+        """Leaves nothing behind of a backward that failed; called by the contract callback."""
         self._watch.end()
 
     def end_training_step(self, trainer: Trainer, model: LightningModule) -> None:
@@ -360,8 +359,8 @@ class FusePrecision(WrappedPrecision):
             self._ranks = average_by_step(trainer.strategy.model)
         follow_applied_updates(trainer, self.contract, self.catch_up, self._overrides)
         self._callbacks = cast(list[Callback], trainer.callbacks)  # type: ignore[attr-defined]
-        others = [callback for callback in self._callbacks if not isinstance(callback, ContractHooks)]
-        self._callbacks[:] = [ContractHooks(self), *others]
+        others = [callback for callback in self._callbacks if not isinstance(callback, ContractCallback)]
+        self._callbacks[:] = [ContractCallback(self), *others]
 
     def _unscale(self, optimizer: Optimizer) -> None:
         """Unscales in memory what the step would have unscaled in registers, averaged over ranks first."""

@@ -50,7 +50,7 @@ class StepContract:
         loss_scale: The dynamic loss scale; None where the precision needs none.
         on_nonfinite: What to do where a gradient is infinite or NaN: "skip" the step, "raise", or "step" all the same.
         window: What a window with fewer micro-batches than planned stands for: "mean", "sum", "drop" or "carry"; see
-            ``window.py``.
+            ``accumulation.py``.
         max_consecutive_skips: Longest run of nonfinite steps of one optimizer; one more raises. None for no limit.
         deferred: Whether outcomes are read one step later; None: where gradients are on a GPU.
 

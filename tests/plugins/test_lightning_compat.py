@@ -24,7 +24,7 @@ MADE = {
 # Modules that have not been moved to lightning_compat yet; the list only shrinks.
 PENDING = {
     *("run_recorder.py", "stop_signals.py"),
-    *("step_monitor.py", "epoch_metrics.py", "windows.py", "averaging.py", "precision.py"),
+    *("step_monitor.py", "epoch_metrics.py", "accumulation.py", "weight_averaging.py", "precision.py"),
 }
 
 

@@ -80,7 +80,7 @@ def is_kept_alive(shared: Callback, *others: Callback) -> bool:
     trainer, module = Trainer(max_epochs=1, callbacks=[shared, *others], **QUIET), Net()
     with suppress(ZeroDivisionError):
         trainer.fit(module, DataLoader(torch.ones(4), batch_size=None))
-    assert not any(type(one).__name__ == "ContractHooks" for one in trainer.callbacks)  # the user may have this list
+    assert not any(type(one).__name__ == "ContractCallback" for one in trainer.callbacks)  # the user may have this list
     assert not any(hasattr(value, "func") for value in vars(shared).values())
     former = weakref.ref(trainer)
     del trainer, module

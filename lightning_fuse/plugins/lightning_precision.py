@@ -1,11 +1,14 @@
-"""Lightning's own precision plugins, which the contract's plugin wraps, and the loss scale that each needs."""
+"""Lightning's own precision plugins: one for each word, the loss scale it needs, and what ours leaves to it."""
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from torch.nn import Module
 
 from lightning_fuse.registry import unknown_name
 from lightning_fuse.step import LossScale
@@ -55,3 +58,44 @@ def loss_scale_for(plugin: Precision, floor: float | None = None, **settings: An
     if scaler is None:
         return LossScale(floor=1.0 if floor is None else floor, **chosen)
     return LossScale.from_grad_scaler(scaler, floor, **chosen)
+
+
+class WrappedPrecision(Precision):
+    """Hands on what belongs to the compute precision.
+
+    Attributes:
+        inner: The stock plugin.
+    """
+
+    inner: Precision
+
+    @property
+    def precision(self) -> Any:  # type: ignore[override]
+        """Lightning's word for the compute precision."""
+        return self.inner.precision
+
+    def convert_module(self, module: Module) -> Module:
+        """See the stock plugin."""
+        return self.inner.convert_module(module)
+
+    def convert_input(self, data: Any) -> Any:
+        """See the stock plugin."""
+        return self.inner.convert_input(data)
+
+    def convert_output(self, data: Any) -> Any:
+        """See the stock plugin."""
+        return self.inner.convert_output(data)
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        """See the stock plugin."""
+        return self.inner.tensor_init_context()
+
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        """See the stock plugin."""
+        return self.inner.module_init_context()
+
+    @contextmanager
+    def forward_context(self) -> Generator[None, None, None]:
+        """See the stock plugin."""
+        with self.inner.forward_context():
+            yield

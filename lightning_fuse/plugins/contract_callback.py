@@ -41,7 +41,7 @@ class ContractRunner(Protocol):
         """Leaves nothing behind of a backward that failed."""
 
 
-class ContractHooks(Callback):
+class ContractCallback(Callback):
     """Opens, carries and settles windows; holds no state of its own.
 
     Args:

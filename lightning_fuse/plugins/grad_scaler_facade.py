@@ -12,7 +12,7 @@ from lightning_fuse.step import LossScale
 from lightning_fuse.step.grad_stats import unwrapped
 
 
-class ScalerView:
+class GradScalerFacade:
     """What of GradScaler's methods makes sense while a contract owns the steps.
 
     Args:
