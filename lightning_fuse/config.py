@@ -123,7 +123,11 @@ def columns(cfg: DictConfig) -> dict[str, Any]:
         if key not in ("logger", "run_folder", "resume"):
             walk(key, value)
     folder = str(cfg.run_folder)
-    found = {key: value for key, value in found.items() if not str(value).startswith(folder)}
+    found = {
+        key: value
+        for key, value in found.items()
+        if not str(value).startswith(folder) and key.rpartition(".")[2] not in ("_target_", "_partial_")
+    }
     words = {"recipe": cfg.recipe.name, "optimizer": cfg.optimizer.name, "state": cfg.state.format}
     return {**words, **found}
 

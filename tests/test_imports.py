@@ -48,7 +48,7 @@ OUTSIDE = {
     "distributed": {"torch"},
     "step": {"torch"},
     "records": {"filelock"},
-    "plugins": {"torch", "lightning"},
+    "plugins": {"torch", "lightning", "wandb"},
     "callbacks": {"torch", "lightning", "matplotlib", "numpy", "rich", "torchdata", "torchmetrics"},
     "recipes": {"torch", "lightning", "pydantic", "sklearn", "torchdata", "torchmetrics"},
     "ledger": {"torch", "rich"},

@@ -100,6 +100,13 @@ def test_the_first_run_did_skip(runs: list[Trained]) -> None:
     assert read_summary(runs[1].folder / "summary.json").skips == {}
 
 
+def _without_targets(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    kept = {key: _without_targets(held) for key, held in value.items() if key not in ("_target_", "_partial_")}
+    return {key: held for key, held in kept.items() if held != {} or value[key] == {}}
+
+
 def test_the_configuration_comes_back_nested(runs: list[Trained], tmp_path: Path) -> None:
     own = json.loads((runs[0].folder / "manifest.json").read_text())
     imported = json.loads((import_run(runs[0].wandb, tmp_path / "run") / "manifest.json").read_text())
@@ -110,7 +117,7 @@ def test_the_configuration_comes_back_nested(runs: list[Trained], tmp_path: Path
         wanted = own["config"][key]
         if key == "callbacks":  # without the folders of their files
             wanted = {name: _without_folder(entry) for name, entry in wanted.items()}
-        assert value == wanted, key
+        assert value == _without_targets(wanted), key
     assert imported["config"]["optimizer"]["name"] == "adamw_fused"
     assert imported["data_hash"] == own["data_hash"]
     assert imported["seed"] == own["seed"]
@@ -139,7 +146,7 @@ def test_the_command_imports_all_and_refuses_twice(
     source = str(runs[0].folder)
     assert main([source, "--out", str(tmp_path)]) == 0
     folder = Path(capsys.readouterr().out.strip())
-    assert folder.name == f"byte_lm_adamw_fused_int8_{runs[0].wandb.run_id}"
+    assert folder.name == f"byte_lm_adamw_fused_int8_0_{runs[0].wandb.run_id}"
     assert (folder / "manifest.json").is_file()
     assert main([source, "--out", str(tmp_path)]) == 1
     assert "holds a run already" in capsys.readouterr().err
