@@ -17,7 +17,15 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 
-from lightning_fuse.plugins.lightning_compat import Overrides, saves_by_time
+from lightning_fuse.plugins.lightning_compat import (
+    Overrides,
+    clearing_call,
+    is_last_batch,
+    saves_by_time,
+    stock_validation_check,
+    validates_by_time,
+    window_is_open,
+)
 from lightning_fuse.step import StepContract
 
 
@@ -53,7 +61,7 @@ class LoopWindows:
             inner = loop.automatic_optimization
             overrides.put(inner, "_make_zero_grad_fn", partial(self._zero_grad_fn, inner))
         if max(self._sizes()) > 1:
-            stock_check = type(loop)._should_check_val_fx
+            stock_check = stock_validation_check(loop)
             overrides.put(loop, "_should_check_val_fx", partial(self._should_validate, stock_check, loop))
             for callback in self._trainer.checkpoint_callbacks:
                 if isinstance(callback, ModelCheckpoint) and saves_by_time(callback):
@@ -90,7 +98,7 @@ class LoopWindows:
 
     def end_batch(self) -> None:
         """Drops a short last window with the epoch's last batch: validation and checkpoints come after that."""
-        if self._policy == "drop" and self._loop._num_ready_batches_reached():
+        if self._policy == "drop" and is_last_batch(self._trainer):
             self._contract.window.close()
 
     def end_epoch(self) -> None:
@@ -140,22 +148,15 @@ class LoopWindows:
         """Clears gradients where a window begins, which the loop would only look for inside an epoch."""
         before = batch_idx - self._first  # batches of this epoch that came after its first closing
         begins = (batch_idx == 0 and self.carried == 0) or (before >= 0 and before % self._size == 0)
-        if not begins or inner._skip_backward:
-            return None
-
-        def clear() -> None:
-            inner._on_before_zero_grad(optimizer)
-            inner._optimizer_zero_grad(batch_idx, optimizer)
-
-        return clear
+        return clearing_call(inner, batch_idx, optimizer) if begins else None
 
     def _should_validate(self, stock: Callable[..., bool], loop: Any, data_fetcher: Any) -> bool:
         """Validates where a window has closed: at once, or at the end of the window in which validation fell due."""
-        due, closed = stock(loop, data_fetcher), not loop._should_accumulate()
+        due, closed = stock(loop, data_fetcher), not window_is_open(self._trainer)
         interval = self._interval_in_windows()
         if interval is not None and not self._trainer.should_stop:
             return closed and self._trainer.enable_validation and self._trainer.global_step % interval == 0
-        if due and not closed and not loop._num_ready_batches_reached():
+        if due and not closed and not is_last_batch(self._trainer):
             self._validation_is_due = True
             return False
         if self._validation_is_due and closed:
@@ -168,12 +169,12 @@ class LoopWindows:
         trainer: Any = self._trainer
         if len(self._sizes()) > 1:
             return None  # steps are no measure of batches then
-        if trainer.check_val_every_n_epoch is not None or trainer._val_check_time_interval is not None:
+        if trainer.check_val_every_n_epoch is not None or validates_by_time(trainer):
             return None
         batches = trainer.val_check_batch
         return None if batches is None or math.isinf(batches) else max(1, round(batches / self._size))
 
     def _on_closed(self, stock: Callable[..., None], callback: ModelCheckpoint, *args: Any, **kwargs: Any) -> None:
         """A checkpoint that falls due by time waits until the window has closed."""
-        if not self._loop._should_accumulate():
+        if not window_is_open(self._trainer):
             stock(callback, *args, **kwargs)

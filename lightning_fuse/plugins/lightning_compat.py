@@ -114,6 +114,30 @@ def logger_x(trainer: pl.Trainer) -> int:
     return int(getattr(trainer.fit_loop.epoch_loop, "_batches_that_stepped", trainer.global_step))
 
 
+def stock_validation_check(loop: Any) -> Callable[..., bool]:
+    """How an epoch loop's own class answers whether to validate; takes the loop and the fetcher of its batches."""
+    check: Callable[..., bool] = type(loop)._should_check_val_fx
+    return check
+
+
+def clearing_call(inner: Any, batch_idx: int, optimizer: Any) -> Callable[[], None] | None:
+    """What clears gradients where a window begins, hooks included; None where the loop runs no backward.
+
+    Args:
+        inner: The loop of automatic optimization.
+        batch_idx: The window's first batch.
+        optimizer: Whose gradients.
+    """
+    if inner._skip_backward:
+        return None
+
+    def clear() -> None:
+        inner._on_before_zero_grad(optimizer)
+        inner._optimizer_zero_grad(batch_idx, optimizer)
+
+    return clear
+
+
 def step_schedulers(trainer: pl.Trainer) -> None:
     """Asks every step-interval scheduler once more whether it moves."""
     for plateau in (False, True):

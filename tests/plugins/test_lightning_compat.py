@@ -22,10 +22,7 @@ MADE = {
     "callbacks.WeightAveraging": WeightAveraging,
 }
 # Modules that have not been moved to lightning_compat yet; the list only shrinks.
-PENDING = {
-    *("run_recorder.py", "stop_signals.py"),
-    *("step_monitor.py", "epoch_metrics.py", "accumulation.py", "weight_averaging.py", "precision.py"),
-}
+PENDING = {"stop_signals.py"}
 
 
 def find(path: str) -> Any:
