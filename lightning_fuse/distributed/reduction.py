@@ -35,7 +35,7 @@ def global_sum_of_squares(
     Raises:
         NotImplementedError: A gradient is partial, a sum that has not been made yet.
     """
-    if not any(map(is_dtensor, grads)):
+    if not any(map(is_dtensor, {type(grad): grad for grad in grads}.values())):  # one question per type
         return local_sum(grads)
     plain: list[Tensor] = []
     sharded: dict[tuple[int, tuple[int, ...]], tuple[Any, list[Tensor]]] = {}
