@@ -312,6 +312,7 @@ class RunRecorder(Callback):
             status=status,
             reason=reason,
             global_step=place["step"],
+            planned_steps=trainer.max_steps if trainer.max_steps >= 0 else None,
             updates=place["update"],
             skips=dict(self.skips),
             epochs=trainer.current_epoch,

@@ -62,6 +62,7 @@ class RunSummary:
         status: ``running``, ``finished``, ``interrupted`` or ``failed``.
         reason: Why it was interrupted or failed.
         global_step: Optimizer steps, skips included.
+        planned_steps: Those that the run was to make; None without ``max_steps``.
         updates: Applied optimizer steps.
         skips: Reason to number of skipped steps.
         epochs: Epochs that were completed.
@@ -90,6 +91,7 @@ class RunSummary:
     status: str
     reason: str | None = None
     global_step: int = 0
+    planned_steps: int | None = None
     updates: int = 0
     skips: dict[str, int] = field(default_factory=dict)
     epochs: int = 0
@@ -156,7 +158,7 @@ def summary_table(summary: RunSummary) -> list[tuple[str, str]]:
     Returns:
         Label and text per line; lines about what was not measured are left out.
     """
-    rows = [("status", summary.status if summary.reason is None else f"{summary.status}: {summary.reason}")]
+    rows = [("status", _status(summary))]
     rows.append(("updates", f"{summary.updates:,} of {summary.global_step:,} steps, {_skips(summary.skips)}"))
     rows.append(("loss scale", "none (not needed)" if summary.loss_scale is None else f"{summary.loss_scale:g}"))
     for optimizer in summary.optimizers:
@@ -167,6 +169,14 @@ def summary_table(summary: RunSummary) -> list[tuple[str, str]]:
         rows.append(("resume goes on from", summary.last_checkpoint))
     rows.append(("run folder", summary.run_folder))
     return rows
+
+
+def _status(summary: RunSummary) -> str:
+    """How it ended, in words: "interrupted at 27 of 2,000: KeyboardInterrupt"."""
+    words = summary.status
+    if summary.status != "finished" and summary.planned_steps is not None:
+        words += f" at {summary.global_step:,} of {summary.planned_steps:,}"
+    return words if summary.reason is None else f"{words}: {summary.reason}"
 
 
 def _optimizer_rows(optimizer: OptimizerSummary) -> list[tuple[str, str]]:

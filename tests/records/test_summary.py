@@ -107,3 +107,17 @@ def test_bad_input(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ValueError, match="is not a run summary"):
             read_summary(path)
+
+
+@pytest.mark.parametrize(
+    ("status", "planned", "reason", "said"),
+    [
+        ("interrupted", 2_000, None, "interrupted at 27 of 2,000"),
+        ("failed", 2_000, "ValueError: lr", "failed at 27 of 2,000: ValueError: lr"),
+        ("running", None, None, "running"),
+        ("finished", 27, None, "finished"),
+    ],
+)
+def test_the_status_says_how_far_it_came(status: str, planned: int | None, reason: str | None, said: str) -> None:
+    summary = RunSummary(status=status, global_step=27, planned_steps=planned, reason=reason)
+    assert dict(summary_table(summary))["status"] == said
