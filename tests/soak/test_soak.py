@@ -44,6 +44,10 @@ def test_fifty_kills_leave_no_trace(tmp_path: Path, run_python: Any) -> None:
     assert len(resumes) > KILLS // 3  # many lives began where another one was killed
     # Time to target: at the same update, and no clock has counted more than the lives.
     one, two = (read_summary(run / "summary.json") for run in (whole, killed))
+    assert one.status == two.status == "finished"
+    assert (one.updates, one.skips, one.best["value"]) == (two.updates, two.skips, two.best["value"])
+    best = [torch.load(run / "checkpoints" / "best.ckpt", weights_only=True) for run in (whole, killed)]
+    assert equal(best[0]["state_dict"], best[1]["state_dict"])
     assert one.target["reached"]
     assert two.target["updates"] == one.target["updates"]
     assert 0 < two.target["train_seconds"] <= two.target["wall_seconds"] <= two.wall_seconds <= report["alive"]
