@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -223,21 +222,3 @@ def test_pieces_cover_every_element_once_and_cut_no_block() -> None:
         assert ends[-1] == numel
         assert list(begins[1:]) == list(ends[:-1])
         assert all(begin % row % 128 == 0 for begin in begins)
-
-
-@pytest.mark.slow
-def test_host_cost_of_a_thousand_small_tensors_is_at_most_torchs() -> None:
-    def seconds(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> float:
-        params = [torch.nn.Parameter(torch.ones(8)) for _ in range(1000)]
-        for p in params:
-            p.grad = torch.ones(8)
-        optimizer = make(params)
-        taken = []
-        for _ in range(15):
-            start = time.thread_time()
-            optimizer.step()
-            taken.append(time.thread_time() - start)
-        return min(taken[3:])
-
-    ours = seconds(lambda ps: FusedAdamW(ps, kernel="native"))
-    assert ours <= seconds(lambda ps: torch.optim.AdamW(ps, fused=True))

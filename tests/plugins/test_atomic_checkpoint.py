@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -35,9 +36,9 @@ def test_the_final_name_only_ever_holds_a_whole_file(tmp_path: Path, monkeypatch
     path = tmp_path / "last.ckpt"
     AtomicCheckpointIO().save_checkpoint({"step": 1}, path)
     during = []
-    replace = Path.replace
+    replace = os.replace
     monkeypatch.setattr(
-        Path, "replace", lambda self, target: during.append(torch.load(path)["step"]) or replace(self, target)
+        os, "replace", lambda part, target: during.append(torch.load(path)["step"]) or replace(part, target)
     )
     AtomicCheckpointIO().save_checkpoint({"step": 2}, path)
     assert during == [1]
