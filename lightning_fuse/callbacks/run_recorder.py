@@ -25,6 +25,10 @@ from lightning_fuse.callbacks.run_result import (
     BestValue,
     checkpoint_cost,
     checkpoint_ms,
+    column,
+    is_finished,
+    logged_names,
+    logged_numbers,
     median,
     optimizer_share,
     peak_gpu_bytes,
@@ -34,7 +38,7 @@ from lightning_fuse.callbacks.run_result import (
     target_record,
     target_records,
 )
-from lightning_fuse.callbacks.step_monitor import NO_METRICS, is_turn
+from lightning_fuse.callbacks.step_monitor import is_turn
 from lightning_fuse.records import (
     FolderLock,
     MetricsTable,
@@ -45,7 +49,6 @@ from lightning_fuse.records import (
     build_manifest,
     read_metrics,
     read_step_rows,
-    read_summary,
     summary_table,
     write_manifest,
     write_summary,
@@ -129,7 +132,8 @@ class RunRecorder(Callback):
                 f"new run from its checkpoint with resume={self.folder.checkpoints}/last.ckpt"
             )
         self._lock = lock
-        if not resumes and self.folder.manifest.exists() and not self._begins_anew():
+        self._anew = self.restart and not list(self.folder.checkpoints.glob("*.ckpt"))
+        if not resumes and self.folder.manifest.exists() and not self._anew:
             self.release()
             raise ValueError(
                 f"run folder {self.folder.path} already holds a run (manifest.json); "
@@ -142,9 +146,6 @@ class RunRecorder(Callback):
             self._lock.release()
             self._lock = None
 
-    def _begins_anew(self) -> bool:
-        return self.restart and not list(self.folder.checkpoints.glob("*.ckpt"))
-
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Writes the manifest."""
         self.best.watch(trainer)
@@ -156,7 +157,7 @@ class RunRecorder(Callback):
         if not trainer.is_global_zero or self._ours:
             return
         self.reserve(resumes=trainer.ckpt_path is not None)
-        if self._begins_anew() or not self.folder.manifest.exists():
+        if self._anew or not self.folder.manifest.exists():
             write_manifest(self.folder.manifest, self._manifest(trainer))
         self._ours = True
 
@@ -177,8 +178,8 @@ class RunRecorder(Callback):
         self._close()
         self._rows = StepRows(self.folder.steps, keep_through=step)
         self._metrics = MetricsTable(self.folder.metrics, keep_through=step)
-        self._step_ms = array("d", _column(read_step_rows(self.folder.steps), "optimizer_ms"))
-        self._tokens_per_s = array("d", _column(read_metrics(self.folder.metrics), TOKENS_PER_S))
+        self._step_ms = array("d", column(read_step_rows(self.folder.steps), "optimizer_ms"))
+        self._tokens_per_s = array("d", column(read_metrics(self.folder.metrics), TOKENS_PER_S))
         self._write_resumed_metrics()
 
     def _write_resumed_metrics(self) -> None:
@@ -230,7 +231,7 @@ class RunRecorder(Callback):
         if not _in_training(trainer):
             return
         loop = trainer.fit_loop.epoch_loop.val_loop
-        metrics = _numbers(trainer.callback_metrics, of=_names(loop, on_step=False))
+        metrics = logged_numbers(trainer.callback_metrics, of=logged_names(loop, on_step=False))
         self.best.look(metrics, self.last["global_step"] or trainer.global_step)
         self._record(self._place(trainer), metrics)
         self.clocks.validation_ends()
@@ -238,7 +239,7 @@ class RunRecorder(Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Writes the metrics that are averaged over an epoch."""
         self._record_train_metrics(trainer)
-        metrics = _numbers(trainer.callback_metrics, of=_names(trainer.fit_loop.epoch_loop, on_step=False))
+        metrics = logged_numbers(trainer.callback_metrics, of=logged_names(trainer.fit_loop.epoch_loop, on_step=False))
         if metrics:
             self._record(self._place(trainer), metrics)
 
@@ -246,7 +247,7 @@ class RunRecorder(Callback):
         if self._due is None:
             return
         place, self._due = self._due, None
-        metrics = _numbers(trainer.callback_metrics, of=_names(trainer.fit_loop.epoch_loop, on_step=True))
+        metrics = logged_numbers(trainer.callback_metrics, of=logged_names(trainer.fit_loop.epoch_loop, on_step=True))
         if TOKENS_PER_S in metrics:
             self._tokens_per_s.append(metrics[TOKENS_PER_S])
         self._record(place, metrics)
@@ -291,7 +292,7 @@ class RunRecorder(Callback):
             return
         if self._ours and self._rows is None and status == "finished":
             # A fit that had nothing to do leaves the summary of the one that had, unless that was killed before it.
-            if _is_finished(self.folder.summary):
+            if is_finished(self.folder.summary):
                 return
             self._open_tables(trainer)
         self._close()
@@ -363,7 +364,8 @@ class RunRecorder(Callback):
         about = {"config": plain(self.config), "data_hash": self._hash(trainer), "run_folder": str(self.folder.path)}
         checkpoint["lightning_fuse"] = {**checkpoint.get("lightning_fuse", {}), **about}
         if self._due is not None:
-            metrics = _numbers(trainer.callback_metrics, of=_names(trainer.fit_loop.epoch_loop, on_step=True))
+            names = logged_names(trainer.fit_loop.epoch_loop, on_step=True)
+            metrics = logged_numbers(trainer.callback_metrics, of=names)
             checkpoint["callbacks"][self.state_key]["due"] = {"place": dict(self._due), "metrics": metrics}
 
     def on_load_checkpoint(
@@ -394,22 +396,5 @@ class RunRecorder(Callback):
             self._due, self._metrics_of_due = dict(due["place"]), dict(due["metrics"])
 
 
-def _is_finished(summary: Path) -> bool:
-    return summary.exists() and read_summary(summary).status == "finished"
-
-
 def _in_training(trainer: pl.Trainer) -> bool:
     return trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
-
-
-def _names(loop: Any, *, on_step: bool) -> set[str]:
-    """What a loop's own steps and hooks log; the trainer's metrics hold those of all loops, however old."""
-    return set(loop._results.metrics(on_step)["callback"])
-
-
-def _numbers(metrics: Mapping[str, Any], of: set[str]) -> dict[str, float]:
-    return {name: float(metrics[name]) for name in metrics if name in of and name not in NO_METRICS}
-
-
-def _column(rows: Any, name: str) -> list[float]:
-    return [float(row[name]) for row in rows if row.get(name) is not None]

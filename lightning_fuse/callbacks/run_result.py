@@ -7,17 +7,18 @@ import os
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch.optim import Optimizer
 
-from lightning_fuse.callbacks.step_monitor import state_bytes
+from lightning_fuse.callbacks.step_monitor import NO_METRICS, state_bytes
 from lightning_fuse.callbacks.time_to_target import TimeToTarget
 from lightning_fuse.optim.catalog import CATALOG
 from lightning_fuse.plugins.atomic_checkpoint import AtomicCheckpointIO
-from lightning_fuse.records import OptimizerSummary
+from lightning_fuse.records import OptimizerSummary, read_summary
 
 # Class name to the word the user types.
 WORDS = {entry.cls.__name__: entry.word for entry in CATALOG}
@@ -242,3 +243,42 @@ def _from_here(path: str) -> str:
     """A path below the working folder as it is written there; one that is elsewhere is whole."""
     relative = os.path.relpath(path)
     return os.path.abspath(path) if relative.startswith(os.pardir) else relative
+
+
+def is_finished(summary: Path) -> bool:
+    """Whether a summary tells of a run that came to its end.
+
+    Args:
+        summary: The file.
+    """
+    return summary.exists() and read_summary(summary).status == "finished"
+
+
+def logged_names(loop: Any, *, on_step: bool) -> set[str]:
+    """What a loop's own steps and hooks log; the trainer's metrics hold those of all loops, however old.
+
+    Args:
+        loop: Of the trainer.
+        on_step: Those of steps, or those of epochs.
+    """
+    return set(loop._results.metrics(on_step)["callback"])
+
+
+def logged_numbers(metrics: Mapping[str, Any], of: set[str]) -> dict[str, float]:
+    """Metrics as numbers.
+
+    Args:
+        metrics: Those of the trainer.
+        of: The names that are wanted.
+    """
+    return {name: float(metrics[name]) for name in metrics if name in of and name not in NO_METRICS}
+
+
+def column(rows: Any, name: str) -> list[float]:
+    """The numbers of one column.
+
+    Args:
+        rows: Dicts.
+        name: The key.
+    """
+    return [float(row[name]) for row in rows if row.get(name) is not None]
