@@ -34,8 +34,10 @@ def _fixed_seed() -> None:
 def interruptible() -> Iterator[None]:
     """A shell starts background jobs with SIGINT ignored, for them and what they start: here it is heard again."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    hung_up = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
     yield
     signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGHUP, hung_up)
 
 
 @pytest.fixture(scope="session")

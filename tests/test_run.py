@@ -36,7 +36,7 @@ def test_a_run_leaves_its_records(train_py: Command, tmp_path: Path) -> None:
     assert folder.name.endswith("_byte_lm_adamw_fused_int8")
     left = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert left == {
-        *("manifest.json", "steps.jsonl", "metrics.csv", "summary.json"),
+        *(".lock", "manifest.json", "steps.jsonl", "metrics.csv", "summary.json"),
         *("checkpoints/best.ckpt", "checkpoints/last.ckpt", ".hydra/config.yaml", ".hydra/overrides.yaml"),
     }
     manifest = json.loads((folder / "manifest.json").read_text())

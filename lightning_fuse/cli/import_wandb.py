@@ -8,11 +8,13 @@ folder ``FOLDER/NAME_ID`` with ``manifest.json``, ``metrics.csv``, ``steps.jsonl
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from lightning_fuse.reports.wandb_import import import_run
-from lightning_fuse.reports.wandb_log import find_logs, read_wandb
+from lightning_fuse.reports.wandb_log import WandbRun, find_logs, read_wandb
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,14 +36,37 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     failed = 0
-    for log in logs:
+    found: dict[str, tuple[WandbRun, Path]] = {}
+    for log in logs:  # in the order of their names, which begin with the time
         try:
             run = read_wandb(log)
-            print(import_run(run, options.out / f"{run.name or 'run'}_{run.run_id}", source=str(log)))
-        except ValueError as error:
-            print(error, file=sys.stderr)
+        except Exception as error:  # a log is data: whatever is wrong with one, the others go on
+            print(f"{log}: {error}", file=sys.stderr)
+            failed = 1
+            continue
+        if run.run_id in found:  # the run was resumed: this log continues the one before
+            run = replace(run, history=[*found[run.run_id][0].history, *run.history])
+        found[run.run_id] = run, log
+    for run, log in found.values():
+        try:
+            print(import_run(run, options.out / folder_name(run), source=str(log)))
+        except Exception as error:
+            print(f"{log}: {error}", file=sys.stderr)
             failed = 1
     return failed
+
+
+def folder_name(run: WandbRun) -> str:
+    """A run's folder: its name and id, of which nothing can leave the folder that it is put into.
+
+    Args:
+        run: The run; both names come from its log.
+
+    Returns:
+        Letters, digits, ".", "_" and "-", not beginning with ".".
+    """
+    parts = (re.sub(r"[^A-Za-z0-9._-]+", "-", part) for part in (run.name or "run", run.run_id))
+    return "_".join(parts).lstrip(".") or "run"
 
 
 if __name__ == "__main__":

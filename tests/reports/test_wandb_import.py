@@ -128,7 +128,7 @@ def test_the_configuration_comes_back_nested(runs: list[Trained], tmp_path: Path
 def test_a_run_torn_in_two_comes_back_to_there(runs: list[Trained], tmp_path: Path) -> None:
     data = runs[0].log.read_bytes()
     torn = tmp_path / "run-torn.wandb"
-    torn.write_bytes(data[: int(len(data) * 0.8)])
+    torn.write_bytes(data[: len(data) // 2])
     run = read_wandb(torn)
     assert run.exit_code is None
     assert 0 < len(run.history) < len(runs[0].wandb.history)
