@@ -46,7 +46,6 @@ ELSEWHERE = {
     "wandb sweep": "needs W&B's server; tests/test_sweeps.py checks what is printed against its schema",
     "wandb agent": "needs W&B's server; tests/test_sweeps.py runs its substitution of the command",
     "wandb sync": "needs W&B's server",
-    "--baseline optimizer=adamw_torch": "needs runs of two optimizers; tests/reports compares such",
     "scripts/format_error.py": "takes minutes; tests/formats/test_format_error.py runs its short form",
     "scripts/flagship.py --recipes byte_lm --updates 400": "takes 19 minutes; tests/reports runs it in small",
 }
