@@ -56,7 +56,12 @@ if resume is None:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux to tell peaks of memory")
 @pytest.mark.parametrize("state", ["fp32", "int8"])
-def test_a_resume_needs_no_more_memory_than_training(tmp_path: Path, run_python: Any, state: str) -> None:
+def test_a_resume_needs_no_more_memory_than_training(
+    tmp_path: Path, run_python: Any, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    # glibc raises this threshold as large blocks are freed, and then keeps what it is given back: a peak would tell of
+    # the allocator, by multiples of a tensor. Fixed, what is freed is gone, and peaks differ by 0.2 MB from run to run.
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
     peaks = []
