@@ -8,6 +8,7 @@ folder ``FOLDER/NAME_ID`` with ``manifest.json``, ``metrics.csv``, ``steps.jsonl
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 from dataclasses import replace
@@ -15,6 +16,8 @@ from pathlib import Path
 
 from lightning_fuse.reports.wandb_import import import_run
 from lightning_fuse.reports.wandb_log import WandbRun, find_logs, read_wandb
+
+STEP = "trainer/global_step"  # as Lightning's WandbLogger names it
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -45,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
             failed = 1
             continue
         if run.run_id in found:  # the run was resumed: this log continues the one before
-            run = replace(run, history=[*found[run.run_id][0].history, *run.history])
+            run = joined(found[run.run_id][0], run)
         found[run.run_id] = run, log
     for run, log in found.values():
         try:
@@ -54,6 +57,22 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{log}: {error}", file=sys.stderr)
             failed = 1
     return failed
+
+
+def joined(before: WandbRun, after: WandbRun) -> WandbRun:
+    """One run of the two logs of a run that was resumed; what both have, because it was done again, is the later's.
+
+    Args:
+        before: The earlier log.
+        after: The later one.
+
+    Returns:
+        The later log with the rows of the earlier up to where it goes on.
+    """
+    steps = [row[STEP] for row in after.history if isinstance(row.get(STEP), (int, float))]
+    begin = min(steps, default=math.inf)
+    kept = [row for row in before.history if not (isinstance(row.get(STEP), (int, float)) and row[STEP] >= begin)]
+    return replace(after, history=[*kept, *after.history], started=before.started)
 
 
 def folder_name(run: WandbRun) -> str:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from lightning_fuse.cli.import_wandb import folder_name, joined
 from lightning_fuse.records import read_metrics, read_step_rows, read_summary
 from lightning_fuse.reports.groups import group_runs
 from lightning_fuse.reports.load_runs import load_run
@@ -152,6 +153,37 @@ def test_the_command_imports_all_and_refuses_twice(
     assert "holds a run already" in capsys.readouterr().err
     assert main([str(tmp_path / "nowhere"), "--out", str(tmp_path)]) == 2
     assert "no offline W&B run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["../../x", "/x", "..", "a/../../b", "\\x", "-", "", "x\n/y", "~root/.ssh"])
+@pytest.mark.parametrize("run_id", ["abc", "../../y", "/y"])
+def test_names_of_a_log_stay_inside_the_folder(tmp_path: Path, name: str, run_id: str) -> None:
+    inside = (tmp_path / folder_name(WandbRun(run_id=run_id, name=name))).resolve()
+    assert inside.parent == tmp_path.resolve()
+    assert inside != tmp_path.resolve()
+
+
+def test_an_unreadable_log_is_a_note_and_the_others_go_on(
+    runs: list[Trained], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "wandb"
+    source.mkdir()
+    (source / "run-a.wandb").write_bytes(b"\x00" * 100)
+    (source / "run-b.wandb").mkdir()
+    (source / "run-c.wandb").write_bytes(runs[1].log.read_bytes())
+    assert main([str(source), "--out", str(tmp_path / "out")]) == 1
+    said = capsys.readouterr()
+    assert "run-a.wandb" in said.err
+    assert (Path(said.out.strip()) / "manifest.json").is_file()
+
+
+def test_the_second_log_of_a_resumed_run_continues_the_first() -> None:
+    first = WandbRun("r", started="one", history=[{"trainer/global_step": n, "loss": 1.0} for n in (1, 2, 3, 4)])
+    second = WandbRun("r", started="two", exit_code=0, history=[{"trainer/global_step": n} for n in (3, 4, 5)])
+    run = joined(first, second)
+    assert [row["trainer/global_step"] for row in run.history] == [1, 2, 3, 4, 5]
+    assert [("loss" in row) for row in run.history] == [True, True, False, False, False]
+    assert (run.started, run.exit_code) == ("one", 0)
 
 
 def foreign(**changes: Any) -> WandbRun:
